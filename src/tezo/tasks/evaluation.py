@@ -131,7 +131,7 @@ def measure(
             reward=reward,
         )
     check_finite(metrics, loaded.model)
-    return metrics, token_notices(objective)
+    return metrics, [*form.notices, *token_notices(objective)]
 
 
 def check_finite(metrics: Metrics, model: Any) -> None:

@@ -4,10 +4,11 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tezo.models.kinds import Kind
 from tezo.system.errors import RequestError, nearest
+from tezo.tasks.columns import are_classes, with_text
 from tezo.tasks.examples import Example, Row, visible
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import (
@@ -33,9 +34,6 @@ TEMPLATES: dict[Kind, str] = {
 
 MOST_DECIMALS = 20
 """Labels that may be numbers with decimals; more of them are measurements, and no classes."""
-
-MOST_CLASSES, REPEATED = 20, 5
-"""Values of a field beside plain text that may be labels, and rows that each of them has on average."""
 
 LIKE = 0.8
 """Likeness, of `difflib`, from which a field's name may be meant for another; that of "lable" and "label"."""
@@ -103,7 +101,7 @@ def _unlabelled(label: str) -> str:
 class LabelFormat(Format):
     """Rows {"text": ..., "label": ...}, with a template for the prompt and a word for each label.
 
-    Blanks around a text and around a label are not read.
+    Blanks around a text and around a label are not read. `text` is the field of the text in a default template.
     """
 
     shape = "label"
@@ -111,6 +109,7 @@ class LabelFormat(Format):
     template: str
     words: Mapping[str, str]
     kind: Kind
+    text: str = DataConfig.text
 
     def __post_init__(self) -> None:
         space = " " if self.kind in ("causal", "masked") else ""
@@ -154,13 +153,15 @@ def choose_format(
     Raises:
         RequestError: no shape fits, or the model does not support the shape or the template.
     """
-    shape = _shape(rows[0], data) if data.shape == "auto" else data.shape
-    if data.shape == "auto" and shape == "text" and (data.label_words or classes):
-        shape = "label"  # without its label, which is asked for
-    if data.shape == "auto" and shape == "text":
-        _check_text_alone(rows, data)
+    shape: str = data.shape
+    if shape == "auto":
+        unlabelled = bool(data.label_words or classes) and shape_of(rows[0], data) in (None, "text")
+        shape = "label" if unlabelled else _shape(rows[0], data)
+        if shape == "text":
+            _check_text_alone(rows, data)
     if shape == "label":
-        return _label_format(rows, kind, data, classes)
+        data, taken = with_text(rows, data, TEMPLATES[kind])
+        return replace(_label_format(rows, kind, data, classes), notices=taken)
     for key in ("template", "label_words"):
         if getattr(data, key):
             raise RequestError(
@@ -217,8 +218,9 @@ def _check_text_alone(rows: Sequence[Row], data: DataConfig) -> None:
             continue
         raise RequestError(f"{row.where}: beside {data.text!r} there is the field {own!r}; set {ways}, {alone}.")
     for own in others:
-        values = Counter(str(one.fields.get(own)).strip() for one in rows)
-        if 1 < len(values) <= MOST_CLASSES and len(rows) >= REPEATED * len(values):
+        found = [str(one.fields.get(own)).strip() for one in rows]
+        values = Counter(found)
+        if len(values) > 1 and are_classes(found):
             most = [name for name, _ in values.most_common(3)]
             raise RequestError(
                 f"{row.where}: beside {data.text!r} the field {own!r} has {len(values)} values "
@@ -303,7 +305,7 @@ def _label_format(rows: Sequence[Row], kind: Kind, data: DataConfig, classes: Se
     for word, count in Counter(words.values()).items():
         if count > 1:
             raise RequestError(f"data.label_words: two labels have the word {word!r}; give each label its own word.")
-    return LabelFormat(data.label, template, words, kind)
+    return LabelFormat(data.label, template, words, kind, data.text)
 
 
 def _words_of(rows: Sequence[Row], label: str, classes: Sequence[str]) -> dict[str, str]:

@@ -47,7 +47,7 @@ class DataConfig:
     shape: Literal["auto", "completion", "messages", "instruction", "label", "text"] = "auto"
     """Shape: completion, messages, instruction, label or text. Default auto: by the fields of the first row."""
     text: str = "text"
-    """Name of the field with the text of a labelled row, or of plain text."""
+    """Name of the field with the text of a labelled row, or of plain text. Labelled rows may have another."""
     label: str = "label"
     """Name of the field with the label."""
     prompt: str = "prompt"

@@ -22,6 +22,7 @@ class Format(ABC):
         options: the text that stands for each label in the model's answer; empty if the rows do not share them.
         measures: metrics that compare an answer with the references of its example.
         max_new_tokens: maximum length in tokens of an answer in free text; None if the data set no limit.
+        notices: what the user should know of how the fields were chosen.
     """
 
     shape: ClassVar[Literal["completion", "messages", "instruction", "label", "text", "task"]]
@@ -30,6 +31,7 @@ class Format(ABC):
     options: tuple[str, ...] = ()
     measures: tuple[Measure, ...] = ()
     max_new_tokens: int | None = None
+    notices: tuple[str, ...] = ()
 
     @abstractmethod
     def example(self, row: Row, *, answered: bool = True) -> Example:

@@ -180,7 +180,7 @@ class Demonstrated(Format):
     def __post_init__(self) -> None:
         inner = self.inner
         self.labels, self.options, self.measures = inner.labels, inner.options, inner.measures
-        self.max_new_tokens = inner.max_new_tokens
+        self.max_new_tokens, self.notices = inner.max_new_tokens, inner.notices
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         question = self.inner.example(row, answered=answered)

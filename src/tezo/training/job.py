@@ -299,8 +299,8 @@ def _resolved_data(data: DataConfig, form: Format) -> DataConfig:
     The default template stays open: it follows data.text, which other rows may have under another name.
     """
     if isinstance(form, LabelFormat):
-        template = data.template if form.template == default_template(form.kind, data.text) else form.template
-        return replace(data, shape="label", label_words=dict(form.words), template=template)
+        template = data.template if form.template == default_template(form.kind, form.text) else form.template
+        return replace(data, shape="label", text=form.text, label_words=dict(form.words), template=template)
     return data if form.shape == "task" else replace(data, shape=form.shape)
 
 
@@ -341,7 +341,7 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
         train = [objective.encode(example) for example in tracked(examples[0])]
         dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
     objective.adapt(loaded.model, train)
-    notices = [*loaded.notices, *used.notices, *leak_notices(*examples), *token_notices(objective)]
+    notices = [*loaded.notices, *form.notices, *used.notices, *leak_notices(*examples), *token_notices(objective)]
     if form.labels and reward is None:
         notices += label_notices(examples[0], form.labels)
     as_read = rows_as_read(form, used.train[0], objective, train[0], scored=reward is not None)

@@ -242,7 +242,7 @@ def answer_rows(
     with current().phase(ENCODING):
         encoded = [objective.encode(form.example(row, answered=False)) for row in tracked(rows)]
     answers = predict(loaded.model, objective, encoded, train.eval_batch_size, new)
-    notices = token_notices(objective, new)
+    notices = [*form.notices, *token_notices(objective, new)]
     if rewarded and train.temperature:
         notices.append(f"these answers are greedy; the run's were sampled at train.temperature {train.temperature:g}.")
     return answers, notices

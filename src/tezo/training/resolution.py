@@ -25,6 +25,7 @@ from tezo.optim.optimizer import PER_EXAMPLE, SHARED, ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
 from tezo.system.progress import FEEDBACK as LOOKING
+from tezo.tasks.row_files import DataConfig
 from tezo.tasks.scoring import REWARD
 from tezo.training.recipe import Config, TrainConfig
 from tezo.training.schedule import KEYS, default_counts, is_feedback, planned
@@ -32,6 +33,7 @@ from tezo.training.schedule import KEYS, default_counts, is_feedback, planned
 RESOLVED_AT_START: dict[str, Any] = {
     "method.name": AUTO,
     "data.shape": "auto",
+    "data.text": DataConfig.text,
     "data.template": None,
     "data.label_words": None,
     "method.directions": AUTO,
