@@ -156,7 +156,9 @@ def test_answers_in_a_format_that_is_not_written_and_a_folder_for_rows_are_refus
     refused(train(home / "opt", tmp_path, tmp_path / "run"), "data.train", str(tmp_path), "is a folder", "give a file")
 
 
-@pytest.mark.parametrize(("label", "parts"), [("", ("empty",)), (" ", ("empty",)), (" good", ("' good'", "'good'"))])
+@pytest.mark.parametrize(
+    ("label", "parts"), [("", ("empty",)), (" ", ("empty",)), ("go\u200bod", ("'go\\u200bod'", "'good'"))]
+)
 def test_labels_that_are_missing_or_mistyped_are_no_labels_of_their_own(home, tmp_path, label, parts):
     rows = tmp_path / "rows.csv"
     rows.write_text("text,label\n" + "".join(f"{r['text']},{r['label']}\n" for r in label_rows(8)) + f"x,{label}\n")
@@ -169,6 +171,15 @@ def test_conversations_are_not_shown_in_a_prompt(home, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", message_rows(8))
     model = model_folder(tmp_path, "opt", chat=True)
     refused(tezo("eval", model, "--data", rows, "--shots", "2"), "shots is 2", "conversations")
+
+
+def test_shots_and_a_probe_of_a_base_model_need_training_rows(home):
+    shots, rows = ("eval", home / "opt", "--data", home / "rows.jsonl", "--shots", 2), home / "rows.jsonl"
+    refused(tezo(*shots), "data.train is not set", "--shots", "--set data.train=")
+    assert tezo(*shots, "--set", f"data.train={rows}").code == 0
+    probe = ("eval", home / "opt", "--probe", "--set", f"data.test={rows}")
+    refused(tezo(*probe), "data.train is not set", "--probe", "--set data.train=")
+    assert tezo(*probe, "--set", f"data.train={rows}").code == 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The shapes that rows have elsewhere are read as if they were written in the plain ones, or refused in a sentence."""
 
+import json
 from functools import partial
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from folders import (
     completion_rows,
     label_rows,
+    message_rows,
     model_folder,
     read_jsonl,
     refused,
+    settings,
     tezo,
     tiny_model,
     tokenizer_for,
@@ -194,7 +197,6 @@ def test_the_shape_the_fields_and_a_row_are_shown_with_what_is_learnt():
     assert shape == "completion rows of prompt, completion"
     assert "(7 tokens, the last 3 learnt): '<s> the film :' -> ' very good </s>'" in row
     shape, row = as_read([{"text": "the film", "id": 7}])
-    assert "; for the scorer: id; labels" in as_read(rows, scored=True)[0]
     assert shape == "text rows of text; not read: id" and "'<s>' -> ' the film </s>'" in row
     assert as_read(rows, "bert")[1].endswith("(4 tokens): '<s> the film </s>' -> 'good'")
     assert as_read(rows, "roberta")[1].endswith("'<s> the film It was <mask> . </s>' -> ' good'")
@@ -471,6 +473,37 @@ def shaped(name: str, count: int) -> list[dict]:
             for question, answer in pairs
         ],
     }[name]
+
+
+@pytest.mark.parametrize("reward", [False, True])
+@pytest.mark.parametrize("name", ["label", "completion", "messages", "text", "instruction", "sharegpt", "trl"])
+def test_a_dry_run_shows_the_first_row_with_what_is_learnt_or_scored(home, tmp_path, name, reward):
+    plain = {"label": label_rows, "completion": completion_rows, "messages": message_rows}
+    rows = [row | {"id": n} for n, row in enumerate(plain[name](12) if name in plain else shaped(name, 12))]
+    (tmp_path / "score.py").write_text("def length(prompt, completion, row):\n    return float(len(completion))\n")
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    flags = ("--reward", f"{tmp_path}/score.py:length") if reward else ("--method", "tezo")
+    done = tezo("train", "--model", home / "opt-chat", "--data", data, "--test", data, *flags, "--dry-run", "--json",
+                *settings(data__hold_out=0))  # fmt: skip
+    if name == "label" and reward:
+        refused(done, "options to choose among")
+        return
+    assert done.code == 0, done.err
+    shape, shown = json.loads(done.out)["rows_as_read"]
+    (answer,) = {row["completion"] for row in completion_rows(1)}
+    answer = " good" if name == "label" else answer
+    question = "answer :" if name != "label" else "Label :"
+    assert shown.startswith("rows.jsonl, line 1, as the model reads it (") and question in shown
+    if reward:
+        assert shown.endswith("' -> what it writes, which is scored") and "learnt" not in shown
+        assert "; for the scorer: " in shape and shape.endswith("id")
+        answered = {"completion": "completion", "instruction": "output", "trl": "completion"}.get(name)
+        assert (f"for the scorer: {answered}, id" in shape) == (answered is not None), shape
+        assert (answer.strip() in shown) == (name == "text")
+    else:
+        known = name != "instruction"  # whose words end with one that the tokenizer does not know
+        assert f"{answer.rstrip()}" in shown.rpartition("->")[2] or not known
+        assert "; not read: id" in shape
 
 
 @pytest.mark.parametrize("name", ["text", "instruction", "sharegpt", "trl"])

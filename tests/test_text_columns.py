@@ -72,9 +72,9 @@ def test_a_usual_name_is_taken_before_shorter_texts(name):
 @pytest.mark.parametrize(
     ("pair", "template"),
     [
-        (("sentence1", "sentence2"), "'{sentence1} {sentence2}\\nLabel:'"),
-        (("title", "body"), "'{title} {body}\\nLabel:'"),
-        (("question", "passage"), "'{question} {passage}\\nLabel:'"),
+        (("sentence1", "sentence2"), "'{sentence1} {sentence2} Label:'"),
+        (("title", "body"), "'{title} {body} Label:'"),
+        (("question", "passage"), "'{question} {passage} Label:'"),
     ],
 )
 def test_two_texts_are_asked_about_with_the_settings_to_write(pair, template):
@@ -90,9 +90,9 @@ def test_two_texts_are_asked_about_with_the_settings_to_write(pair, template):
                  f"data.text={pair[0]}", f"data.template={template}"):  # fmt: skip
         assert part in said, said
     assert form_of(fields, text=pair[0]).text == pair[0]
-    both = form_of(fields, template=template.strip("'").replace("\\n", "\n"))
+    both = form_of(fields, template=template.strip("'"))
     assert both.example(rows(fields)[0]).prompt == (
-        f"{SST2[0]['sentence'].strip()} the {SST2[0]['sentence'].strip()}\nLabel:"
+        f"{SST2[0]['sentence'].strip()} the {SST2[0]['sentence'].strip()} Label:"
     )
 
 

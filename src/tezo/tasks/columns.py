@@ -51,7 +51,7 @@ def with_text(rows: Sequence[Row], data: DataConfig, template: str) -> tuple[Dat
     missing = f"{first.where}: there is no field {data.text!r}, but {', '.join(map(repr, first.fields))}"
     if not found:
         raise RequestError(f"{missing}; set data.text to the field with the text.")
-    both = template.replace("{text}", " ".join(f"{{{name}}}" for name in found))
+    both = template.replace("{text}", " ".join(f"{{{name}}}" for name in found)).replace("\n", " ")  # for a shell
     raise RequestError(
         f"{missing}, of which {' and '.join(map(repr, found))} may be the text; set data.text={found[0]} to read one, "
         f"or a template to read several, such as data.template={both!r}."

@@ -158,11 +158,11 @@ def _named(options: Sequence[str]) -> str:
 def rows_as_read(
     form: Format, row: Row, objective: Objective, encoded: Encoded, *, scored: bool = False
 ) -> tuple[str, str]:
-    """Tells (the shape of the rows with the fields that are read, one `row` of them as the model reads it).
+    """Returns (the shape of the rows with the fields that are read, one `row` of them as the model reads it), in words.
 
-    `scored`: whether a scorer of completions gets all fields.
+    `scored`: whether a scorer gets all fields, and what the model writes in the place of an answer.
     """
-    named = {name: row.column(name) for name in form.columns}
+    named = {name: row.column(name) for name in form.columns if not (scored and name in form.answers)}
     found = {name: own for name, own in named.items() if own is not None}
     read = [name if own == name else f"{name} (here {own!r})" for name, own in found.items()]
     others = [own for own in row.fields if own not in named.values()]
@@ -181,6 +181,7 @@ def rows_as_read(
     if count == 0:  # the answer is no text of the sequence
         learnt = "" if example.label is None else example.options[example.label]
     shown = "..." * (len(prompt) > MOST_BEFORE) + prompt[-MOST_BEFORE:]
-    after = learnt[:MOST_AFTER] + "..." * (len(learnt) > MOST_AFTER)
+    after = repr(learnt[:MOST_AFTER] + "..." * (len(learnt) > MOST_AFTER))
+    after = "what it writes, which is scored" if scored else after
     tokens = f"{len(ids)} tokens" + f", the last {count} learnt" * (count > 0)
-    return shape, f"{example.where}, as the model reads it ({tokens}): {shown!r} -> {after!r}"
+    return shape, f"{example.where}, as the model reads it ({tokens}): {shown!r} -> {after}"

@@ -18,6 +18,7 @@ class Format(ABC):
 
     Attributes:
         columns: the fields that are read; empty for a task, which knows its own.
+        answers: those of them that have the answer alone, which a reward does not need.
         labels: the labels in order; empty if the rows do not share their options.
         options: the text that stands for each label in the model's answer; empty if the rows do not share them.
         measures: metrics that compare an answer with the references of its example.
@@ -27,6 +28,7 @@ class Format(ABC):
 
     shape: ClassVar[Literal["completion", "messages", "instruction", "label", "text", "task"]]
     columns: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     measures: tuple[Measure, ...] = ()
@@ -125,6 +127,7 @@ class CompletionFormat(Format):
 
     def __post_init__(self) -> None:
         self.columns = (self.prompt, self.completion, *((TOOLS,) if self.chat else ()))
+        self.answers = (self.completion,)
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         if isinstance(row.get(self.prompt), list):
@@ -181,6 +184,7 @@ class InstructionFormat(Format):
 
     shape = "instruction"
     columns: tuple[str, ...] = field(default=(INSTRUCTION, INPUT, OUTPUT), kw_only=True)
+    answers: tuple[str, ...] = field(default=(OUTPUT,), kw_only=True)
 
     def example(self, row: Row, *, answered: bool = True) -> Example:
         context = text_in(row, INPUT) if row.get(INPUT) is not None else ""

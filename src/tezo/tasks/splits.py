@@ -182,6 +182,11 @@ def _check_use(data: DataConfig, objects: Mapping[str, Rows]) -> None:
 
 def training_rows(data: DataConfig) -> list[Row]:
     """Returns all rows of data.train, or of the task's training split."""
+    if data.train == NO_ROWS:
+        raise RequestError(
+            "data.train is not set, and there are no training rows to show (--shots) or to fit to (--probe); name them "
+            "with --set data.train=ROWS."
+        )
     if data.task is None:
         assert data.train is not None
         held_out = 0 if data.dev is not None or data.hold_out == 0 else max(data.num_dev or 0, MOST_HELD_OUT)

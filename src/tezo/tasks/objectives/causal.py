@@ -148,7 +148,7 @@ class CausalObjective(Objective):
 
     def trees(self, encoded: Sequence[Encoded]) -> list[list[TokenTree]]:
         # a batch has one mask for all rows, so no row is packed if a sequence of it is too long
-        if not self.packs or (self._most is not None and max(e.length for e in encoded) > self._most):
+        if not self.packs or (self._most is not None and max((e.length for e in encoded), default=0) > self._most):
             return super().trees(encoded)
         return [[self._packed(e, own) for own in self._groups(e)] for e in encoded]
 
