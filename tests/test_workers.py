@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -14,7 +15,7 @@ from gguf_files import tiny_llama, write_gguf
 from safetensors.torch import load_file
 
 from tezo.engines import load, workers
-from tezo.engines.workers import Workers
+from tezo.engines.workers import InRay, Workers, check_cluster
 from tezo.forward.engine import Asked, Continuing, Engine, EngineLostError, Told
 from tezo.models.kinds import ModelConfig
 from tezo.system.errors import RequestError
@@ -125,6 +126,63 @@ def test_where_all_are_lost_or_one_refuses_the_caller_is_told(monkeypatch):
         Workers([Counting(), Counting(error=RequestError("refused"))]).log_probs(numbers(9), ASKED)
 
 
+class Answering(InRay):
+    """An actor that answers, and whose answers are altered some times."""
+
+    def __init__(self, lie, lies):
+        super().__init__(None, Counting())
+        self.lie, self.lies = lie, lies
+
+    def _called(self, name, *arguments):
+        del arguments
+        told = Told(torch.tensor([[-1.0]]), torch.tensor([[3]]), torch.tensor([[-0.5]]))
+        right = {"log_probs": [told], "generate": [[[4, 5], [6]]], "hidden": torch.ones(2, 3)}[name]
+        self.lies -= 1
+        return right if self.lies < 0 else self.lie(right)
+
+
+ONE = Asked([[1, 2]], torch.tensor([0]), torch.tensor([1]), torch.tensor([[5]]), 1)
+OF_ACTORS = {
+    "log_probs": (
+        ([{}], ONE),
+        [
+            lambda _: [],
+            lambda told: told * 2,
+            lambda told: [replace(told[0], log_probs_PC=torch.tensor([[0.5]]))],
+            lambda told: [replace(told[0], log_probs_PC=torch.tensor([-1.0]))],
+            lambda told: [replace(told[0], log_probs_PC=torch.tensor([[-1.0], [-1.0]]))],
+            lambda told: [replace(told[0], likely_PL=torch.tensor([[-1]]))],
+            lambda told: [replace(told[0], likely_log_probs_PL=torch.tensor([[torch.inf]]))],
+        ],
+    ),
+    "generate": (
+        ([{}], [[1], [2]], Continuing(2, [], False)),
+        [
+            lambda texts: [texts[0][:1]],
+            lambda texts: texts * 2,
+            lambda _: [[[-1], [6]]],
+            lambda _: [[[4.0], [6]]],
+            lambda _: [[[True], [6]]],
+        ],
+    ),
+    "hidden": (({}, [[1], [2]]), [lambda hidden: hidden[:1]]),
+}
+
+
+@pytest.mark.parametrize(("name", "number"), [(n, i) for n, (_, lies) in OF_ACTORS.items() for i in range(len(lies))])
+def test_a_wrong_answer_of_an_actor_is_asked_for_again_and_refused_then(name, number):
+    arguments, lies = OF_ACTORS[name]
+    with pytest.raises(RequestError, match="an actor of Ray returned"):
+        getattr(Answering(lies[number], 2), name)(*arguments)
+    found, right = (getattr(Answering(lies[number], times), name)(*arguments) for times in (1, 0))
+    assert repr(found) == repr(right)
+
+
+def test_a_model_that_has_diverged_in_an_actor_is_for_the_run_to_notice():
+    nothing = Answering(lambda told: [replace(told[0], log_probs_PC=torch.tensor([[torch.nan]]))], 1)
+    assert nothing.log_probs([{}], ONE)[0].log_probs_PC.isnan().all()
+
+
 class Killer(Listener):
     """Kills the process of an actor of Ray after some steps."""
 
@@ -161,6 +219,22 @@ def test_actors_of_ray_one_of_which_is_killed_give_the_same_bits(home, tmp_path,
         ray.shutdown()
     states = [load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("alone", "actors")]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:70000", "nowhere.invalid:6379"])
+def test_a_cluster_that_is_not_there_is_named_before_the_model_is_read(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(RequestError, match=f"RAY_ADDRESS is {address}, where nothing answers"):
+        check_cluster()
+
+
+@pytest.mark.parametrize("address", [None, "auto", "local"])
+def test_a_cluster_without_an_address_is_left_to_ray(monkeypatch, address):
+    if address is None:
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    check_cluster()
 
 
 def test_workers_are_refused_where_they_mean_nothing(home, monkeypatch):

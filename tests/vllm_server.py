@@ -14,6 +14,7 @@ import torch
 import transformers
 from folders import bpe_tokenizer, completion_rows, label_rows, saved, write_rows
 from gguf_files import tiny_llama
+from safetensors.torch import load_file
 from torch import nn
 
 from tezo.forward.engine import NOTHING, Asked, Change
@@ -175,7 +176,8 @@ def vllm_home(root: Path) -> Path:
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     model = tiny_llama(64 * -(-len(tokenizer) // 64), max_position_embeddings=256, **sizes)
     saved(model, tokenizer, root / NAME)
-    write_rows(root / "labels.jsonl", label_rows(24))
+    for name, count in (("labels", 24), ("few", 6)):
+        write_rows(root / f"{name}.jsonl", label_rows(count))
     write_rows(root / "texts.jsonl", completion_rows(24))
     return root
 
@@ -205,6 +207,15 @@ def a_change(model: Any, ranks: Sequence[int] = (4,), seed: int = 0, size: float
         )
         for i, (name, layer) in enumerate(layers)
     }
+
+
+def check_ends_alike(*runs: Path) -> None:
+    """Two runs have the same change of the weights, whatever its factors are."""
+    states = [load_file(run / "adapter/adapter_model.safetensors") for run in runs]
+    products = [
+        torch.cat([(s[n] @ s[n.replace("_B", "_A")]).flatten() for n in sorted(s) if ".lora_B." in n]) for s in states
+    ]
+    assert (products[0] - products[1]).norm() <= 1e-2 * products[1].norm() > 0
 
 
 @contextmanager

@@ -6,6 +6,7 @@ used again. All compute the same numbers, so results do not depend on who comput
 
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,9 @@ from tezo.system.errors import RequestError
 
 T = TypeVar("T")
 
+CLUSTER = "RAY_ADDRESS"
+"""Variable of the environment: where the cluster of Ray is."""
+SECONDS_TO_CONNECT = 5.0
 SECONDS_ASIDE = 5.0
 """For how long an engine that was lost is left alone."""
 MOST_LOSSES = 10
@@ -194,24 +198,49 @@ class InRay(Engine):
             raise EngineLostError(f"model.workers: an actor of Ray is lost ({type(error).__name__}).") from None
 
 
+def check_cluster() -> None:
+    """Checks that something answers at the address in RAY_ADDRESS, which Ray itself waits for.
+
+    Raises:
+        RequestError: nothing does.
+    """
+    address = os.environ.get(CLUSTER, "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # none, or a word that Ray knows
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_CONNECT).close()
+    except (OSError, OverflowError) as error:
+        raise RequestError(
+            f"model.workers: {CLUSTER} is {address}, where nothing answers ({type(error).__name__}); start Ray there, "
+            f"or leave {CLUSTER} out."
+        ) from None
+
+
 def load_in_ray(config: ModelConfig, load: Callable[[ModelConfig], LoadedModel]) -> LoadedModel:
     """Loads a model for an engine in as many actors of Ray as `model.workers` says.
 
     Raises:
-        RequestError: Ray is missing, or has not so many processors.
+        RequestError: Ray is missing, does not answer, or has not so many processors.
     """
     try:
         import ray
     except ImportError:
         raise RequestError(f"model.workers is {config.workers}, which needs Ray: pip install 'tezo[ray]'.") from None
-    alone = replace(config, workers=0)
-    loaded = load(alone)
-    assert loaded.engine is not None
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, configure_logging=False, include_dashboard=False)
+        check_cluster()
+        try:
+            ray.init(log_to_driver=False, configure_logging=False, include_dashboard=False)
+        except (ConnectionError, ValueError) as error:
+            raise RequestError(
+                f"model.workers is {config.workers}, and Ray does not start ({error}); see {CLUSTER}."
+            ) from None
     available = int(ray.cluster_resources().get("CPU", 0))
     if config.workers > available:
         raise RequestError(f"model.workers is {config.workers}, and Ray has {available} processors; lower it.")
+    alone = replace(config, workers=0)
+    loaded = load(alone)
+    assert loaded.engine is not None
     threads = max(1, available // config.workers) if available else torch.get_num_threads()
     remote = ray.remote(num_cpus=1, max_restarts=-1)(Holder)
     actors = [remote.remote(alone, load, threads) for _ in range(config.workers)]
