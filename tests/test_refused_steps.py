@@ -11,7 +11,7 @@ from tiny import Regression, lm_loss, tiny_llama, tiny_opt, tokens
 
 from tezo import NonFiniteLossError, RequestError
 from tezo import closure as tezo_closure
-from tezo.directions import products as scratch
+from tezo.directions import scratch
 from tezo.optim.methods import method
 from tezo.optim.methods.first_order import adam
 from tezo.optim.methods.tezo import tezo

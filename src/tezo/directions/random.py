@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tezo.directions.products import scratch
+from tezo.directions.scratch import scratch
 
 
 class Key(TypedDict):

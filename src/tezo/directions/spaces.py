@@ -26,8 +26,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from tezo.directions.products import row_slices, scratch
 from tezo.directions.random import Key, Signs, fill_normal_
+from tezo.directions.scratch import row_slices, scratch
 
 TILE, DEVICE_TILE = 3 << 18, 1 << 25
 """Entries of a dense tile, the largest temporary of a dense draw or write: on a CPU, where a 768 x 768 matrix is one

@@ -20,8 +20,9 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from tezo.directions import spaces
-from tezo.directions.products import multiplies_bfloat16, row_slices, scratch
+from tezo.directions.products import multiplies_bfloat16
 from tezo.directions.random import generator
+from tezo.directions.scratch import row_slices, scratch
 from tezo.directions.spaces import Dense, SignedDense, row_tiles
 from tezo.directions.targets import Layout, Site, Target, only_input
 from tezo.forward import rounding

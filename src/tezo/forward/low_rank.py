@@ -22,7 +22,8 @@ from tezo.directions.targets import Site, Target, only_input
 from tezo.forward import rounding
 from tezo.forward.blocks import Blocks, Points, block_points, draw_of
 from tezo.forward.interception import EMBEDDING, Interception, untraced
-from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, require_plain, require_writable
+from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, require_writable
+from tezo.forward.state_dict import require_plain
 
 FEW = 1 << 14
 """Largest number of coefficient entries of points that are computed before a pass. In the pass itself, small operations

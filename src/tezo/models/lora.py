@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tezo.directions.targets import Site, Target, layout_of, only_input, place_of
 from tezo.forward.low_rank import join
-from tezo.forward.perturbed_parameter import InStateDict, require_plain
+from tezo.forward.state_dict import InStateDict, require_plain
 from tezo.models.identity import check_model, fingerprint
 from tezo.models.kinds import Kind, kind_of
 from tezo.optim.base_optimizer import BaseOptimizer

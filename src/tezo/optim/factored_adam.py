@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tezo.directions.products import multiplies_bfloat16, row_slices, scratch
+from tezo.directions.products import multiplies_bfloat16
+from tezo.directions.scratch import row_slices, scratch
 from tezo.directions.spaces import CP, Dense, Direction
 from tezo.forward import rounding
 from tezo.forward.perturbed_parameter import PerturbedParameter

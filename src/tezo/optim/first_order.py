@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from tezo.directions.random import generator, seed_of
 from tezo.directions.targets import ALL, Target, select_targets
 from tezo.forward import rounding
-from tezo.forward.perturbed_parameter import let_interrupt, uninterrupted
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import GRADIENT, Closure, StepRecord
 from tezo.optim.optimizer import check_rate
 from tezo.optim.updates import check_average
 from tezo.system.errors import RequestError, RunError
+from tezo.system.signals import let_interrupt, uninterrupted
 
 MOST = 10.0
 """Bound of an entry of Adam's step in units of lr, for betas near the default. By Cauchy-Schwarz

@@ -30,8 +30,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.perturbed_parameter import evaluation_mode
+from tezo.directions.products import evaluating
 from tezo.optim.estimators.estimate import Closure
 from tezo.optim.measured_scale import MeasuredScale, Progress, untold
 from tezo.optim.optimizer import ZerothOrderOptimizer
@@ -321,7 +320,7 @@ class _Search:
         """Returns losses at the parameters between two steps."""
         self._count(passes)
         model = self.optimizer.model
-        with torch.no_grad(), evaluation_mode(model), float32_on_emulating_cpu(model):
+        with torch.no_grad(), evaluating(model):
             return losses()
 
     def _count(self, passes: int) -> None:

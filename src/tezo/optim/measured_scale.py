@@ -29,8 +29,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.perturbed_parameter import Shift, evaluation_mode
+from tezo.directions.products import evaluating
+from tezo.forward.perturbed_parameter import Shift
 from tezo.optim.estimators.estimate import RowsClosure, precise
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError
@@ -184,7 +184,7 @@ class _Rows:
         self.passes = 0
         self.odd: dict[float, Tensor] = {}
         self.even: dict[float, Tensor] = {}
-        with torch.no_grad(), evaluation_mode(optimizer.model), float32_on_emulating_cpu(optimizer.model):
+        with torch.no_grad(), evaluating(optimizer.model):
             self.own = self._evaluate()
         self._count(1)
         if not bool(self.own.isfinite().all()):
@@ -337,7 +337,7 @@ def measure_reach(optimizer: ZerothOrderOptimizer, loss: Callable[[], float]) ->
     directions = optimizer.draw().directions
     count = min(MEMBERS, len(next(iter(directions.values()))))
     rise = math.inf
-    with evaluation_mode(optimizer.model), float32_on_emulating_cpu(optimizer.model):
+    with evaluating(optimizer.model):
         own = loss()
         for rho in REACHES:
             total = 0.0

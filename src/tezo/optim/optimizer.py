@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from tezo.directions.bases.basis import FactorStore, Passes, RowsOf
 from tezo.directions.perturbation import DrawKey, Perturbation
-from tezo.directions.products import float32_on_emulating_cpu
+from tezo.directions.products import evaluating, evaluation_mode, float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors, SignedDense
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
-from tezo.forward.perturbed_parameter import evaluation_mode, let_interrupt, uninterrupted
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import (
     MOST_DIRECTIONS,
@@ -36,6 +35,7 @@ from tezo.optim.tuned_parameters import TunedParameters
 from tezo.optim.updates import State, Update
 from tezo.system.errors import PerturbationWarning, RequestError
 from tezo.system.processes import ProcessGroup
+from tezo.system.signals import let_interrupt, uninterrupted
 from tezo.system.values import takes
 
 MOST_RATE, MOST_RANK = 1e30, 1 << 16
@@ -299,7 +299,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         highest = max(statistics.fmean(getattr(p, sign) for p in probes) for sign in ("loss_plus", "loss_minus"))
         if self.own_loss is not None and not is_far_above(self.own_loss):
             return
-        with evaluation_mode(self.model), float32_on_emulating_cpu(self.model):
+        with evaluating(self.model):
             own = float(torch.as_tensor(precise(closure())).double().mean())
         self.own_loss = own if self.own_loss is None else max(own, self.own_loss)
         if is_far_above(own):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tezo.directions.perturbation import MomentumNoise
-from tezo.directions.products import scratch
+from tezo.directions.scratch import scratch
 from tezo.directions.spaces import CP, Core, Dense, Direction, FixedFactors, LowRank, row_tiles
 from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.optim.estimators.estimate import ParameterEstimate

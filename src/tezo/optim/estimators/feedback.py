@@ -37,11 +37,12 @@ import torch
 from torch import Tensor, nn
 
 from tezo.directions.bases.basis import CollectedFactors, FactorStore, Role
+from tezo.directions.products import evaluation_mode
 from tezo.directions.random import fill_normal_
 from tezo.directions.spaces import LowRank, Tile
 from tezo.directions.targets import Target, only_input
 from tezo.forward.interception import untraced
-from tezo.forward.perturbed_parameter import PerturbedParameter, evaluation_mode
+from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.optim.estimators.estimate import (
     FEEDBACK,
     Closure,

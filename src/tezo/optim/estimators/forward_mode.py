@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tezo.directions.products import evaluation_mode
 from tezo.directions.spaces import Direction
-from tezo.forward.perturbed_parameter import evaluation_mode, let_interrupt
 from tezo.optim.estimators.estimate import Closure, Estimate, Probe, StepDraw, average, precise
 from tezo.optim.estimators.two_point import Drawn, TwoPoint, check_finite, gather_probes
 from tezo.system.errors import RequestError
+from tezo.system.signals import let_interrupt
 
 
 class ForwardGradient(TwoPoint):

@@ -48,9 +48,9 @@ from torch.nn import functional
 
 from tezo.directions.bases.basis import Foretold
 from tezo.directions.outputs import Outputs, change
-from tezo.directions.products import float32_on_emulating_cpu
+from tezo.directions.products import evaluating
 from tezo.directions.spaces import Direction, FixedFactors
-from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, evaluation_mode, let_interrupt
+from tezo.forward.perturbed_parameter import PerturbedParameter, Shift
 from tezo.optim.estimators.estimate import (
     GAUSS_NEWTON,
     NO_OUTPUTS,
@@ -65,6 +65,7 @@ from tezo.optim.estimators.estimate import (
 from tezo.optim.estimators.two_point import TwoPoint
 from tezo.system.errors import RequestError
 from tezo.system.progress import BETWEEN, current
+from tezo.system.signals import let_interrupt
 
 RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Candidates for lambda."""
@@ -108,7 +109,7 @@ class GaussNewton(TwoPoint):
             raise RequestError(NO_OUTPUTS)
         count = len(next(iter(draw.directions.values())))
         try:
-            with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+            with evaluating(self._model):
                 own = closure.outputs()
                 slopes_TCK, losses = self._slopes(closure, own, draw, count)
                 model = LinearModel(own, slopes_TCK, unseen(slopes_TCK, own, draw.foretold))

@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.perturbed_parameter import evaluation_mode
+from tezo.directions.products import evaluating
 from tezo.optim.estimators.estimate import (
     POPULATION,
     Closure,
@@ -37,7 +36,7 @@ class OverSpread(TwoPoint):
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         count = len(next(iter(draw.directions.values())))
-        with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+        with evaluating(self._model):
             loss = mean_loss(closure)
         ranks = self._processes.gather(self.ahead(closure, draw.directions, self.rho))
         losses = [one for turn in zip(*ranks, strict=True) for one in turn]

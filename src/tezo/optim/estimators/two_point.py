@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from torch import nn
 
-from tezo.directions.products import float32_on_emulating_cpu
+from tezo.directions.products import evaluating
 from tezo.directions.spaces import Direction
 from tezo.forward.blocks import NotInBlocksError
-from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, evaluation_mode, let_interrupt
+from tezo.forward.perturbed_parameter import PerturbedParameter, Shift
 from tezo.optim.estimators.estimate import (
     TWO_POINT,
     Closure,
@@ -26,6 +26,7 @@ from tezo.optim.estimators.estimate import (
 )
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
+from tezo.system.signals import let_interrupt
 
 T = TypeVar("T")
 
@@ -124,7 +125,7 @@ class TwoPoint(Estimator):
         copies = copies_of_a_pass(closure, len(points), dense=self._dense) if self._in_blocks else 1
         found: list[T] = []
         try:
-            with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+            with evaluating(self._model):
                 for start in range(0, len(points), copies):
                     let_interrupt()
                     self._set_perturbations(drawn, points[start : start + copies])
@@ -218,7 +219,7 @@ class Conservative(TwoPoint):
         (probe,) = self.probes(closure, draw.directions, self.rho)
         step, losses = draw.lr * probe.projected_grad, {}
         try:
-            with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+            with evaluating(self._model):
                 for sign in (0, 1, -1):
                     let_interrupt()
                     self._set_perturbations(draw.directions, [(0, -sign * step)] if sign * step else [])
