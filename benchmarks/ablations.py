@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from real_tasks import make, measured, options
 
-from tezo.directions.bases import errors, looks
 from tezo.directions.outputs import Outputs
-from tezo.optim.estimators import gauss_newton
-from tezo.optim.estimators.gauss_newton import GaussNewton, LinearModel
+from tezo.gauss_newton import linear_model, look, recording, step
+from tezo.gauss_newton.linear_model import LinearModel
+from tezo.gauss_newton.step import GaussNewton
 
 ROUNDS = {"sst2": 2, "issues": 2}
 LENGTHS = (1.0, 0.5, 0.25, 0.125)
@@ -27,13 +27,13 @@ LENGTHS = (1.0, 0.5, 0.25, 0.125)
 
 def no_biases() -> None:
     """No direction raises a label everywhere."""
-    whole = errors.Layout.of
-    errors.Layout.of = lambda classes, kinds, rank: errors.Layout(whole(classes, kinds, rank).contrasts, kinds, 0)  # type: ignore[method-assign, assignment]
+    whole = look.Layout.of
+    look.Layout.of = lambda classes, kinds, rank: look.Layout(whole(classes, kinds, rank).contrasts, kinds, 0)  # type: ignore[method-assign, assignment]
 
 
 def every_layer() -> None:
     """Layers are changed wherever they write to."""
-    looks.KEPT_EFFECT = -1e9
+    recording.KEPT_EFFECT = -1e9
 
 
 def no_last_word() -> None:
@@ -56,12 +56,12 @@ def whole_steps() -> None:
 
 def one_ridge() -> None:
     """The ridge is 1, not chosen."""
-    gauss_newton.RIDGES = (1.0,)
+    linear_model.RIDGES = (1.0,)
 
 
 def optimistic() -> None:
     """Slopes of rows that were looked at are taken as they are."""
-    gauss_newton.unseen = lambda slopes_TCK, *_: slopes_TCK
+    step.unseen = lambda slopes_TCK, *_: slopes_TCK
 
 
 def losses_alone() -> None:

@@ -22,7 +22,7 @@ from tezo_studies.bench.workload import Work
 from tezo_studies.cost_tables.meta_models import meta_model
 
 from tezo.directions.targets import select_targets
-from tezo.optim.methods import method
+from tezo.methods import method
 from tezo.system.progress import quiet_libraries
 from tezo.tasks.evaluation import Metrics
 from tezo.training.forecasts import memory_of_ways

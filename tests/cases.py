@@ -9,7 +9,7 @@ from tiny import lm_loss, tokens
 from torch import Tensor, nn
 
 from tezo.forward.low_rank import InForward
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 
 RANK = 3

@@ -11,9 +11,9 @@ from folders import label_rows, model_folder, settings, tezo, tiny_model, tokeni
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tezo.methods import METHODS
 from tezo.models.lora import attach_adapter, load_adapter, merge_adapter, next_allowed, target_modules
 from tezo.models.saving import export_adapter
-from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
 

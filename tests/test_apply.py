@@ -14,7 +14,7 @@ from tezo.directions.targets import Target
 from tezo.forward.in_place import FromCopy
 from tezo.forward.low_rank import InForward
 from tezo.forward.perturbed_parameter import require_writable
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 
 STEPS = INTERVAL + 2  # past a refresh
 FAMILIES = {

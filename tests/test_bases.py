@@ -8,11 +8,12 @@ from safetensors.torch import load_file
 from tiny import lm_loss, sines, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.directions.bases import BASES, activation, find_basis
+from tezo.directions.bases import activation
 from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, finder_bytes, groups
 from tezo.directions.bases.basis import GaussianBasis, input_size
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.head_feedback import head_feedback
+from tezo.methods import METHODS
+from tezo.methods.bases import BASES, find_basis
+from tezo.methods.head_feedback import head_feedback
 from tezo.runs.files import FactorFiles
 from tezo.system.digests import content_hash
 from tezo.system.errors import RequestError

@@ -22,7 +22,7 @@ from cases import (
 from tiny import VOCAB, Regression, lm_loss, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 
 MIDDLE = INTERVAL + 2  # of a refresh period

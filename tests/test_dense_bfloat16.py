@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tezo.directions.spaces import Dense
-from tezo.optim.methods.mezo import mezo
+from tezo.methods.mezo import mezo
 
 RHO = 1e-3
 FEW, MANY = 12, 100

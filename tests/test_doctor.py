@@ -9,13 +9,13 @@ from folders import model_folder, refused, saved, tezo, tiny_model, tokenizer_fo
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tezo.methods import METHODS
+from tezo.methods.first_order import adam
+from tezo.methods.tezo import tezo as plain_tezo
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import load_model
 from tezo.models.peft import add_adapter
 from tezo.models.quantization import stored_bytes
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.first_order import adam
-from tezo.optim.methods.tezo import tezo as plain_tezo
 from tezo.runs import environment
 from tezo.system.errors import RequestError
 from tezo.training import doctor as diagnosis

@@ -10,12 +10,12 @@ from label_scores import Scores, Stream40, noise, rows, softmax_model
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from tezo.directions.bases import errors as looking
-from tezo.directions.bases.errors import ErrorBasis, Layout, common, contrasts, regress
-from tezo.directions.bases.looks import Nudges
 from tezo.directions.outputs import Outputs, fitted_bias
 from tezo.directions.targets import select_targets
-from tezo.optim.methods.gauss_newton import gauss_newton
+from tezo.gauss_newton import look as looking
+from tezo.gauss_newton.look import ErrorBasis, Layout, common, contrasts, regress
+from tezo.gauss_newton.recording import Nudges
+from tezo.methods.gauss_newton import gauss_newton
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.job import prepare

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from tezo import export_adapter
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.targets import select_targets
+from tezo.methods.head_feedback import head_feedback
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.optim.estimators.feedback import last_errors, last_hidden, residual_writers
-from tezo.optim.methods.head_feedback import head_feedback
 from tezo.runs.files import FactorFiles
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.tasks.examples import Example

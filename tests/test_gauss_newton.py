@@ -11,9 +11,9 @@ from torch.nn import functional
 from tezo.directions.bases.basis import Foretold
 from tezo.directions.outputs import Outputs, change
 from tezo.forward.perturbed_parameter import Shift
-from tezo.optim.estimators import gauss_newton as estimator
-from tezo.optim.estimators.gauss_newton import LinearModel, combined, unseen
-from tezo.optim.methods.gauss_newton import gauss_newton
+from tezo.gauss_newton.linear_model import PARTS, LinearModel, unseen
+from tezo.gauss_newton.step import combined
+from tezo.methods.gauss_newton import gauss_newton
 from tezo.system.errors import RequestError
 
 
@@ -217,10 +217,10 @@ def test_a_longer_step_than_the_model_bears_is_shortened():
     assert real > first.promised + 0.01 and more, "the linear model promised too much"
     ((shorter, _),) = more
     part = shorter.coefficients[0] / first.coefficients[0]
-    assert part in [pytest.approx(own) for own in estimator.PARTS[:-1]]
+    assert part in [pytest.approx(own) for own in PARTS[:-1]]
     assert shorter.coefficients == pytest.approx([part * own for own in first.coefficients])
-    bent = [functional.cross_entropy(z + t * along + t**2 * bend, labels) for t in estimator.PARTS]
-    assert estimator.PARTS[int(torch.stack(bent).argmin())] == pytest.approx(part)
+    bent = [functional.cross_entropy(z + t * along + t**2 * bend, labels) for t in PARTS]
+    assert PARTS[int(torch.stack(bent).argmin())] == pytest.approx(part)
     optimizer.close()
 
 

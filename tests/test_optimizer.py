@@ -14,8 +14,8 @@ from tezo.directions.low_rank import Lazy, Subspace
 from tezo.directions.perturbation import Annealing, DenseGaussian, DrawKey, SimulatedMomentum
 from tezo.directions.ranks import FixedRank
 from tezo.directions.targets import Target
+from tezo.methods import AUTO, METHODS, method
 from tezo.optim.factored_adam import FactoredAdam
-from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.updates import SGD, Adam, AdaMU
 

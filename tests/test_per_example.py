@@ -25,8 +25,8 @@ from tezo.directions.spaces import Dense, SignedDense
 from tezo.directions.targets import select_targets
 from tezo.forward import blocks as block_points
 from tezo.forward.blocks import Blocks, NotInBlocksError
+from tezo.methods import METHODS
 from tezo.models.loading import load_model
-from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.system.errors import RequestError

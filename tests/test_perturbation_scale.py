@@ -13,6 +13,10 @@ from torch import nn
 from trainers import trainer
 
 import tezo as library
+from tezo.methods import METHODS
+from tezo.methods.lozo import lozo
+from tezo.methods.mezo import mezo
+from tezo.methods.tezo import tezo as plain_tezo
 from tezo.optim.measured_scale import (
     FAR,
     MOST_CURVATURE,
@@ -25,10 +29,6 @@ from tezo.optim.measured_scale import (
     measure_scale,
     most_passes,
 )
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.lozo import lozo
-from tezo.optim.methods.mezo import mezo
-from tezo.optim.methods.tezo import tezo as plain_tezo
 from tezo.system.errors import NonFiniteLossError, PerturbationWarning
 from tezo.training import resolution
 from tezo.training.config import parse_config, read_config

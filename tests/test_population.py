@@ -19,9 +19,9 @@ from tezo.forward import low_rank
 from tezo.forward.blocks import block_points
 from tezo.forward.low_rank import keeping_points
 from tezo.forward.perturbed_parameter import Shift
+from tezo.methods.es import es
 from tezo.optim.estimators.estimate import RowsClosure
 from tezo.optim.estimators.population import kappas_of
-from tezo.optim.methods.es import es
 from tezo.runs.reader import read_run
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.training.config import parse_config

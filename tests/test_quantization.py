@@ -22,13 +22,13 @@ from tezo.directions.perturbation import DrawKey
 from tezo.directions.ranks import significant_rank
 from tezo.directions.targets import is_packed, matrix_of, select_targets
 from tezo.forward.perturbed_parameter import Shift
+from tezo.methods import METHODS
+from tezo.methods.mezo import mezo
+from tezo.methods.tezo import tezo_cadam
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import load_model
 from tezo.models.peft import add_adapter, random_tokens
 from tezo.models.quantization import QUANTIZERS, stored_bytes
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.mezo import mezo
-from tezo.optim.methods.tezo import tezo_cadam
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.digests import digest
 from tezo.system.errors import RequestError

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tezo import RequestError
 from tezo.directions.ranks import FixedRank, LayerwiseRank, block_of, chosen_rank, energy_rank, significant_rank
 from tezo.directions.targets import Target, select_targets
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.system.digests import content_hash
 from tezo.system.files import default_cache
 

@@ -17,9 +17,9 @@ from tezo import NonFiniteLossError, RequestError
 from tezo.directions.perturbation import DrawKey
 from tezo.directions.spaces import CP, FixedCoefficient, LowRank, TransposedLowRank
 from tezo.forward.low_rank import InForward, compress
+from tezo.methods import METHODS
 from tezo.models.loading import load_model
 from tezo.models.saving import export_adapter
-from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.folder import LOG
 from tezo.system.digests import digest

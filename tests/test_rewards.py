@@ -19,7 +19,7 @@ from kills import contents
 from short_runs import result, same, stopped
 
 import tezo as library
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.runs.reader import read_run
 from tezo.runs.words import change_text, metric_text
 from tezo.system.errors import RequestError

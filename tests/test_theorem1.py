@@ -12,7 +12,7 @@ from cases import CASES, effective_weights, mostly_slow
 from torch import Tensor, nn
 
 from tezo.directions.perturbation import DrawKey
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 
 M, N, R = 4, 3, 2

@@ -13,7 +13,7 @@ from tezo_studies.analysis import second_moment as second
 from torch import Tensor
 
 from tezo.directions.perturbation import DrawKey
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:

@@ -25,12 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tezo.directions.random import count_draws, normal
 from tezo.directions.targets import ALL, select_targets
+from tezo.methods import METHODS
+from tezo.methods.first_order import adam
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
 from tezo.optim.first_order import SteppedWeight
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.first_order import adam
 from tezo.system.errors import RequestError
 from tezo.training.forecasts import (
     META,

@@ -8,8 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from tezo.directions.bases import find_basis
-from tezo.directions.bases.basis import ROLES, Basis, Foretold, Role
+from tezo.directions.bases.basis import ROLES, Basis, Foretold, GaussianBasis, Role
 from tezo.directions.perturbation import DrawKey, Perturbation, dense
 from tezo.directions.random import Signs, fill_normal_, normal
 from tezo.directions.ranks import RankRule
@@ -43,7 +42,7 @@ class LowRankPerturbation(Perturbation):
     Args:
         rank: rule for the rank of each matrix.
         scale: scale of the directions, see `Scale`.
-        basis: source of the fixed factors, or its name.
+        basis: source of the fixed factors; None: they are Gaussian.
         interval: steps between two refreshes of the fixed factors; None: they are fixed for the whole run.
     """
 
@@ -51,7 +50,7 @@ class LowRankPerturbation(Perturbation):
     """Purpose of the draw of a coefficient that is drawn on the CPU, and its dimensions, each of the rank's size."""
 
     def __init__(
-        self, rank: RankRule, scale: Scale, *, basis: str | Basis = "gaussian", interval: int | None = None
+        self, rank: RankRule, scale: Scale, *, basis: Basis | None = None, interval: int | None = None
     ) -> None:
         if scale not in get_args(Scale):
             raise RequestError(f"method.scale is {scale!r}; it must be one of {', '.join(get_args(Scale))}.")
@@ -59,7 +58,7 @@ class LowRankPerturbation(Perturbation):
             raise RequestError(f"method.lazy_update_interval is {interval}; it must be at least 1.")
         self.rank = rank
         self.scale: Scale = scale
-        self.basis = find_basis(basis)
+        self.basis = GaussianBasis() if basis is None else basis
         self.interval = interval
         self._ranks: dict[str, int] = {}
         self._matrices: list[Target] = []

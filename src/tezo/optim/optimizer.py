@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, TypedDict, overload
+from typing import Any, Final, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -660,26 +660,3 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 def _prefix(rule: str) -> str:
     """What names of moments begin with."""
     return "update/" if rule == TWO_POINT else f"{rule}/"
-
-
-class Least(TypedDict, total=False):
-    """Options of every method whose default is that of `ZerothOrderOptimizer`."""
-
-    targets: Sequence[str]
-    seed: int
-
-
-class Basic(Least, total=False):
-    """Options of most methods; see `ZerothOrderOptimizer`."""
-
-    weight_decay: float
-
-
-class Common(Basic, total=False):
-    """Options of every method by two points; see `ZerothOrderOptimizer`."""
-
-    rho: float
-    num_directions: int
-    in_forward: bool
-    directions: Directions
-    frozen_rank: int | None

@@ -12,11 +12,11 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from tezo.methods import AUTO, HEAD_FEEDBACK
 from tezo.models import lora
 from tezo.models.kinds import IN_MEMORY, ModelConfig
 from tezo.models.loading import LoadedModel, dtype_name, from_objects
 from tezo.optim.estimators.estimate import Closure, RowsClosure
-from tezo.optim.methods import AUTO, HEAD_FEEDBACK
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.files import MANIFEST
 from tezo.runs.folder import CONFIG, LOG, read_summary

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tezo.forward.blocks import NotInBlocksError
+from tezo.methods import method
 from tezo.optim.estimators.estimate import RowsClosure
-from tezo.optim.methods import method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from tezo.directions.targets import find_targets, select_targets
+from tezo.methods import AUTO, method
 from tezo.models.loading import EMBEDDED, LoadedModel, embedded_source
 from tezo.models.quantization import bytes_of, stored_bytes
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.measured_scale import MeasuredScale
-from tezo.optim.methods import AUTO, method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, usable_memory, versions
 from tezo.system.errors import NonFiniteLossError, RequestError

@@ -19,10 +19,10 @@ import torch
 
 from tezo.directions.bases.activation import groups
 from tezo.directions.products import float32_on_emulating_cpu
+from tezo.methods import AUTO, METHODS, method
 from tezo.models.quantization import stored_bytes
 from tezo.optim.estimators.estimate import FEEDBACK, GRADIENT
 from tezo.optim.measured_scale import most_passes, passes_of_reach
-from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.environment import hardware, memory_for, peak_memory
 from tezo.system.errors import RequestError

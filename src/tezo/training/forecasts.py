@@ -27,6 +27,7 @@ from tezo.directions.perturbation import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.directions.targets import ALL, device_of, is_packed, select_targets
 from tezo.forward.perturbed_parameter import PerturbedParameter
+from tezo.methods import METHODS, Method
 from tezo.models.kinds import Kind, ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
@@ -34,7 +35,6 @@ from tezo.models.quantization import stored_bytes
 from tezo.optim.estimators.estimate import ParameterEstimate
 from tezo.optim.estimators.two_point import fitting_copies
 from tezo.optim.first_order import SteppedWeight
-from tezo.optim.methods import METHODS, Method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.readers import logits_at, no_cache

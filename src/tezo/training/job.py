@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from tezo import engines
-from tezo.directions.bases.readout import fits_text
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.targets import ALL, find_targets, never_called
 from tezo.forward.interception import DirectReads
+from tezo.gauss_newton.text import fits_text
+from tezo.methods import AUTO, ES, method
 from tezo.models.kinds import IN_MEMORY, is_unused
 from tezo.models.loading import LoadedModel, check_head_not_tied
 from tezo.models.peft import add_adapter
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.methods import AUTO, ES, method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError
 from tezo.system.progress import CHECKING, ENCODING, current, tracked

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tezo.methods import HEAD_FEEDBACK, method
 from tezo.models.kinds import Kind
 from tezo.models.quantization import stored_bytes
 from tezo.models.saving import Tuning
-from tezo.optim.methods import HEAD_FEEDBACK, method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.runs.folder import SUMMARY, read_summary

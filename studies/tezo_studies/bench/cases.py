@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tezo.directions.targets import select_targets
+from tezo.methods import METHODS, method
 from tezo.optim.estimators.estimate import Closure
-from tezo.optim.methods import METHODS, method
 from tezo.system.errors import RequestError
 from tezo_studies.bench.published import PUBLISHED
 from tezo_studies.bench.settings import GRADIENTS, GRAPHS, PREFIX, WHOLE, name_of

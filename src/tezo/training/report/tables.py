@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tezo.methods import method
 from tezo.models.kinds import ModelConfig
-from tezo.optim.methods import method
 from tezo.runs.reader import LabelCounts, RecordedRun
 from tezo.runs.words import (
     OPTIONS_LOSS,

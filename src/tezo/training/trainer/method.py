@@ -10,9 +10,9 @@ import torch
 
 from tezo.directions.targets import ALL
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
+from tezo.methods import AUTO, BASELINES, METHODS
 from tezo.models.kinds import IN_MEMORY
 from tezo.models.loading import SETTLED, check_head_not_tied
-from tezo.optim.methods import AUTO, BASELINES, METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError, nearest
 from tezo.training.config import parse_config

@@ -17,11 +17,11 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from tezo.directions.random import permutation
 from tezo.directions.targets import frozen_notice
+from tezo.methods import HEAD_FEEDBACK
 from tezo.models.lora import Adapter, make_adapter, save_adapter
 from tezo.models.peft import why_not_in_peft
 from tezo.models.quantization import stay_packed
 from tezo.optim.estimators.estimate import FEEDBACK
-from tezo.optim.methods import HEAD_FEEDBACK
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
 from tezo.system.errors import RequestError

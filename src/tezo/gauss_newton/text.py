@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tezo.directions.bases.looks import NUDGE, Turns, at_places, output_size
 from tezo.directions.outputs import RARE, Outputs, Places, Rows
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input, output_head
+from tezo.gauss_newton.recording import NUDGE, Turns, at_places, output_size
 from tezo.system.errors import RequestError
 
 MOST_TOKENS = 4096
