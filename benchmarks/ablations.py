@@ -16,9 +16,9 @@ import torch
 from real_tasks import make, measured, options
 
 from tezo.directions.outputs import Outputs
-from tezo.gauss_newton import linear_model, look, recording, step
-from tezo.gauss_newton.linear_model import LinearModel
-from tezo.gauss_newton.step import GaussNewton
+from tezo.newton import linear_model, look, recording, step
+from tezo.newton.linear_model import LinearModel
+from tezo.newton.step import GaussNewton
 
 ROUNDS = {"sst2": 2, "issues": 2}
 LENGTHS = (1.0, 0.5, 0.25, 0.125)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from tezo.directions.outputs import Outputs, fitted_bias
 from tezo.directions.targets import select_targets
-from tezo.gauss_newton import look as looking
-from tezo.gauss_newton.look import ErrorBasis, Layout, common, contrasts, regress
-from tezo.gauss_newton.recording import Nudges
 from tezo.methods.gauss_newton import gauss_newton
+from tezo.newton import look as looking
+from tezo.newton.look import ErrorBasis, Layout, common, contrasts, regress
+from tezo.newton.recording import Nudges
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.job import prepare

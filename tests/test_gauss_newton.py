@@ -11,9 +11,9 @@ from torch.nn import functional
 from tezo.directions.bases.basis import Foretold
 from tezo.directions.outputs import Outputs, change
 from tezo.forward.perturbed_parameter import Shift
-from tezo.gauss_newton.linear_model import PARTS, LinearModel, unseen
-from tezo.gauss_newton.step import combined
 from tezo.methods.gauss_newton import gauss_newton
+from tezo.newton.linear_model import PARTS, LinearModel, unseen
+from tezo.newton.step import combined
 from tezo.system.errors import RequestError
 
 

@@ -18,7 +18,7 @@ ORDER = [
     "directions",
     "forward",
     "optim",
-    "gauss_newton",
+    "newton",
     "methods",
     "models",
     "tasks",

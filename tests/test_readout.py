@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import tezo
 from tezo.directions.targets import select_targets
-from tezo.gauss_newton import text
-from tezo.gauss_newton.text import Text, arrives, head_rows, leading, read_text, recording_ends, tokens_of
+from tezo.newton import text
+from tezo.newton.text import Text, arrives, head_rows, leading, read_text, recording_ends, tokens_of
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.job import prepare

@@ -57,7 +57,7 @@ class Perturbation(ABC):
             self.basis.set_calibration_passes(model, passes)
 
     def set_rows(self, model: nn.Module, rows: RowsOf) -> None:
-        """Sets the rows whose outputs a basis is computed from; see `tezo.gauss_newton.look`."""
+        """Sets the rows whose outputs a basis is computed from; see `tezo.newton.look`."""
         if self.basis.data_dependent:
             self.basis.set_rows(model, rows)
 

@@ -7,8 +7,8 @@ from torch import nn
 from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Temporal
 from tezo.directions.ranks import FixedRank
-from tezo.gauss_newton.step import GaussNewton
 from tezo.methods.bases import find_basis
+from tezo.newton.step import GaussNewton
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.options import Basic, with_settings
 from tezo.optim.updates import SGD
@@ -37,12 +37,12 @@ def gauss_newton(
     A step is a round, of K + 2 or K + 3 passes over a batch that should be large (`tezo train` takes 128 rows). A look
     proposes the directions. On labelled rows, up to 1,024, those of the step among them, it finds the inputs of the
     later layers that foretell what the outputs are wrong by, and the outputs of these layers that mend it
-    (`tezo.gauss_newton.look`): 3 directions for two labels, of which the first `num_directions` are taken. Of
+    (`tezo.newton.look`): 3 directions for two labels, of which the first `num_directions` are taken. Of
     free text it fits the last layer through the output head, by a regression on what it has recorded of other rows
-    than the step's, and K is 1 (`tezo.gauss_newton.text`). Rows with options of their own need the basis
+    than the step's, and K is 1 (`tezo.newton.text`). Rows with options of their own need the basis
     `gaussian`, whose tau_j are drawn; K is `num_directions` then. The step is the minimum of a convex model of the
     loss, shortened where the real loss is not what the model says, or the loss of dev rows is lower before its end
-    (`tezo.gauss_newton.step`). `lr` is the part of it that is taken. A run without dev rows looks at other
+    (`tezo.newton.step`). `lr` is the part of it that is taken. A run without dev rows looks at other
     labelled rows than its steps have.
 
     The closure must be of `tezo.closure`, or another `RowsClosure` that tells outputs. Without `optimizer.set_rows` a

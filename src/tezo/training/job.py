@@ -12,11 +12,11 @@ from tezo import engines
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.targets import ALL, find_targets, never_called
 from tezo.forward.interception import DirectReads
-from tezo.gauss_newton.text import fits_text
 from tezo.methods import AUTO, ES, method
 from tezo.models.kinds import IN_MEMORY, is_unused
 from tezo.models.loading import LoadedModel, check_head_not_tied
 from tezo.models.peft import add_adapter
+from tezo.newton.text import fits_text
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError

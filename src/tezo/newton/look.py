@@ -49,8 +49,8 @@ from torch.nn import functional
 from tezo.directions.bases.basis import OUTPUT_SIDE, CollectedBasis, CollectedFactors, Foretold, RowsOf, input_size
 from tezo.directions.outputs import Outputs, Rows, errors, fitted_bias
 from tezo.directions.targets import Target
-from tezo.gauss_newton.recording import Nudges, Seen, output_size, recording
-from tezo.gauss_newton.text import Ends, read_text, recording_ends
+from tezo.newton.recording import Nudges, Seen, output_size, recording
+from tezo.newton.text import Ends, read_text, recording_ends
 from tezo.system.errors import RequestError
 
 MOST_ROWS, MOST_LABELLED = 256, 1024

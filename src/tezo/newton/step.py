@@ -37,7 +37,7 @@ from tezo.directions.outputs import Outputs, change
 from tezo.directions.products import evaluating
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.forward.perturbed_parameter import PerturbedParameter, Shift
-from tezo.gauss_newton.linear_model import PARTS, Candidate, LinearModel, unseen
+from tezo.newton.linear_model import PARTS, Candidate, LinearModel, unseen
 from tezo.optim.estimators.estimate import (
     GAUSS_NEWTON,
     NO_OUTPUTS,

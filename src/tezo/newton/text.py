@@ -32,7 +32,7 @@ from torch.nn import functional
 from tezo.directions.outputs import RARE, Outputs, Places, Rows
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input, output_head
-from tezo.gauss_newton.recording import NUDGE, Turns, at_places, output_size
+from tezo.newton.recording import NUDGE, Turns, at_places, output_size
 from tezo.system.errors import RequestError
 
 MOST_TOKENS = 4096
