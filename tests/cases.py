@@ -8,7 +8,7 @@ import pytest
 from tiny import lm_loss, tokens
 from torch import Tensor, nn
 
-from tezo.forward.low_rank import InForward
+from tezo.forward.beside_weight import InForward
 from tezo.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 

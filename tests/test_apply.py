@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from tezo import NonFiniteLossError, RequestError
 from tezo.directions.targets import Target
+from tezo.forward.beside_weight import InForward
 from tezo.forward.in_place import FromCopy
-from tezo.forward.low_rank import InForward
 from tezo.forward.perturbed_parameter import require_writable
 from tezo.methods import METHODS
 

@@ -34,7 +34,7 @@ def seen_inputs(model: nn.Module, batches: list[Tensor], name: str) -> Tensor:
 
 def factors_of(optimizer) -> dict[str, Tensor]:
     """REFRESH_STEP/NAME -> what a basis keeps."""
-    return {name: factor for name, factor in optimizer.perturbation.state().items() if name != "calls"}
+    return {name: factor for name, factor in optimizer.basis.state().items() if name != "calls"}
 
 
 def watched(model: nn.Module, basis: str | ActivationBasis, **options):
@@ -75,9 +75,9 @@ def test_directions_have_unit_variance_whatever_the_basis(name, method):
     optimizer = METHODS[method].build(model, rank=RANK, basis=name, scale="unit", lr=1e-3, seed=5)
     optimizer.set_calibration_passes(lambda _: model(input_ids=tokens(batch=6, length=16, seed=9)))
     total, count = 0.0, 0
-    drawn = optimizer.draw().directions
     for step in range(300):
         optimizer.num_steps = step
+        optimizer.refresh()
         drawn = optimizer.draw().directions
         for (direction,) in drawn.values():
             left, right = direction.factors()
@@ -101,7 +101,7 @@ def test_padding_is_not_looked_at():
     ):
         optimizer = head_feedback(model, rank=RANK)
         optimizer.set_calibration_passes(call)
-        optimizer.draw()
+        optimizer.refresh()
         found.append(factors_of(optimizer))
         optimizer.close()
     assert found[0].keys() == found[1].keys() == found[2].keys()
@@ -113,13 +113,13 @@ def test_padding_is_not_looked_at():
 def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
     model = tiny_llama()
     whole, batches = watched(model, "activation")
-    whole.draw()
+    whole.refresh()
     whole.close()
     monkeypatch.setattr(
         "tezo.directions.bases.activation.MOST_BYTES", 8000
     )  # three range finders of 16 x 16 float64 numbers
     parts, _ = watched(model, "activation")
-    parts.draw()
+    parts.refresh()
     parts.close()
     number = len(list(groups(parts.targets, dict.fromkeys(parts.moving, RANK))))
     assert number > 2
@@ -150,13 +150,13 @@ def test_looking_changes_neither_the_model_nor_its_mode():
     model = tiny_opt(dropout=0.5).train()
     before = {name: value.clone() for name, value in model.named_parameters()}
     optimizer, _ = watched(model, "activation")
-    optimizer.draw()
+    optimizer.refresh()
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     hooks = {name: len(m._forward_pre_hooks) for name, m in model.named_modules() if name}
     assert set(hooks.values()) == {0}
     again, _ = watched(tiny_opt().eval(), "activation")  # dropout was off while the basis looked
-    again.draw()
+    again.refresh()
     for name, factor in factors_of(optimizer).items():
         assert torch.equal(factor, factors_of(again)[name])
 
@@ -174,7 +174,7 @@ def test_a_basis_looks_at_the_steps_own_batch_where_nothing_else_was_said():
 def test_a_basis_that_sees_nothing_says_what_to_do():
     model = tiny_opt()
     with pytest.raises(RequestError, match=r"call optimizer\.set_calibration_passes\(passes\)"):
-        head_feedback(model, rank=RANK).draw()
+        head_feedback(model, rank=RANK).refresh()
     optimizer = head_feedback(model, rank=RANK)
     optimizer.set_calibration_passes(lambda _: None)
     with pytest.raises(RequestError, match="do not call it"):
@@ -206,12 +206,12 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     model = tiny_opt()
     optimizer, _ = watched(model, "activation")
     optimizer.set_factor_store(FactorFiles(tmp_path, writes=True))
-    optimizer.draw()
+    optimizer.refresh()
     (path,) = tmp_path.iterdir()
     assert path.name == "basis-0.safetensors"
     blind = head_feedback(tiny_opt(), rank=RANK)
     blind.set_factor_store(FactorFiles(tmp_path, writes=False))
-    blind.draw()
+    blind.refresh()
     for name, factor in factors_of(blind).items():
         assert torch.equal(factor, factors_of(optimizer)[name])
     sound = path.read_bytes()
@@ -224,7 +224,7 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     other = head_feedback(tiny_opt(), rank=RANK + 1)
     other.set_factor_store(FactorFiles(tmp_path, writes=False))
     with pytest.raises(RequestError, match="is not of the shape"):
-        other.draw()
+        other.refresh()
 
 
 def test_factors_of_rank_one_are_hashed_whatever_their_strides():

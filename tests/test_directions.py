@@ -12,7 +12,7 @@ from tiny import lm_loss, tiny_opt, tokens
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.spaces import CP, Core, Dense, Direction, FixedCoefficient, LowRank, TransposedLowRank
 from tezo.directions.targets import select_targets
 from tezo.optim.optimizer import ZerothOrderOptimizer

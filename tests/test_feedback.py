@@ -12,7 +12,7 @@ from tiny import Regression, lm_loss, tiny_bert, tiny_gpt2, tiny_llama, tiny_moe
 from torch import Tensor, nn
 
 from tezo import export_adapter
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.targets import select_targets
 from tezo.methods.head_feedback import head_feedback
 from tezo.optim.estimators.estimate import StepRecord
@@ -129,7 +129,7 @@ def test_a_phase_that_tells_no_layers_apart_has_those_of_the_start(tmp_path):
             for name, weight in model.named_parameters():
                 weight.mul_(1e12 if name.endswith("dense.weight") else 0.0 if name.endswith("dense.bias") else 1.0)
         optimizer.step(closure, rule="feedback")
-        return list(store.load("feedback", 0).factors)
+        return list(store.load("feedback", 0).tensors)
 
     assert sorted({name.split(".", 4)[-1] for name in grown(checked=True)}) == [
         "attention.output.dense.weight",
@@ -155,7 +155,7 @@ def test_of_the_last_layer_the_gradient_is_the_true_one(dtype, tmp_path):
     loss = closure()
     (whole,) = torch.autograd.grad(loss, model.get_parameter(name))
     assert optimizer.step(closure, rule="feedback") == pytest.approx(float(loss.detach()))
-    found = FactorFiles(tmp_path, writes=False).load("feedback", 0).factors
+    found = FactorFiles(tmp_path, writes=False).load("feedback", 0).tensors
     torch.testing.assert_close(found[name], whole @ optimizer.moving[name].change.v_NR, rtol=1e-4, atol=1e-6)
     assert set(found) == {n for n in optimizer.moving if n.endswith(("out_proj.weight", "fc2.weight"))}
 
@@ -166,14 +166,14 @@ def test_steps_are_those_of_torchs_adam_on_the_coefficients(tmp_path):
     optimizer.set_factor_store(store)
     for step in range(4):
         optimizer.step(closure_of(model, seed=step, batch=16), rule="feedback")
-    for name, g in store.load("feedback", 0).factors.items():
+    for name, g in store.load("feedback", 0).tensors.items():
         a_MR = nn.Parameter(torch.zeros_like(g))
         reference = torch.optim.AdamW([a_MR], lr=LR * SCALE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
         for step in range(4):
-            a_MR.grad = store.load("feedback", step).factors[name]
+            a_MR.grad = store.load("feedback", step).tensors[name]
             reference.step()
         torch.testing.assert_close(optimizer.moving[name].change.coefficient, a_MR.detach())
-    others = [m for name, m in optimizer.moving.items() if name not in store.load("feedback", 0).factors]
+    others = [m for name, m in optimizer.moving.items() if name not in store.load("feedback", 0).tensors]
     assert others and not any(m.trained() for m in others)
 
 
@@ -184,7 +184,7 @@ def test_a_later_phase_begins_like_the_first(tmp_path):
     walk(optimizer, model, "fffz")
     before = {name: moving.change.coefficient.clone() for name, moving in optimizer.moving.items()}
     walk(optimizer, model, "f", 4)
-    for name, g in store.load("feedback", 4).factors.items():
+    for name, g in store.load("feedback", 4).tensors.items():
         first = before[name] - LR * SCALE * g / (g.abs() + 1e-8)
         torch.testing.assert_close(optimizer.moving[name].change.coefficient, first)
 

@@ -8,11 +8,11 @@ from label_scores import Scores, Stream40, noise, rows, softmax_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tezo.directions.bases.basis import Foretold
+from tezo.directions.bases.basis import Predictions
 from tezo.directions.outputs import Outputs, change
 from tezo.forward.perturbed_parameter import Shift
 from tezo.methods.gauss_newton import gauss_newton
-from tezo.newton.linear_model import PARTS, LinearModel, unseen
+from tezo.newton.linear_model import PARTS, LinearModel, without_optimism
 from tezo.newton.step import combined
 from tezo.system.errors import RequestError
 
@@ -85,7 +85,7 @@ def test_slopes_lose_what_is_foretold_of_their_own_rows_alone_as_far_as_it_is_re
 
     def found(slopes: Tensor, *foretold: Tensor, order: Tensor = order) -> Tensor:
         own = Outputs(slopes[..., 0].clone(), torch.zeros(len(slopes)).long(), order, shared=True)
-        return unseen(slopes, own, Foretold(*foretold))
+        return without_optimism(slopes, own, Predictions(*foretold))
 
     optimism = fitted - without
     for real, part in ((1.0, 1.0), (0.5, 0.5), (0.7, 0.2), (0.7, 0.0), (0.0, 0.4)):
@@ -108,7 +108,7 @@ def fresh_losses(labels_of, *, honest: bool = True) -> tuple[float, float]:
         labels = labels_of(x, seed)
         optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
         if not honest:
-            optimizer.perturbation.foretold = lambda _: None
+            optimizer.perturbation.predictions = lambda _: None
         fresh = Scores(model, x[48:], labels[48:])
         before.append(fresh.outputs().loss())
         optimizer.step(Scores(model, x[:48], labels[:48]))
@@ -138,6 +138,7 @@ def test_where_scores_are_linear_a_step_is_the_minimum_that_it_promises():
     closure = Scores(model, x, labels)
     optimizer = gauss_newton(model, num_directions=24, rank=3, basis="gaussian", rho=1e-3)
     before = closure.outputs().loss()
+    optimizer.refresh()
     (direction,) = (own[0] for own in optimizer.draw().directions.values())
     best = lowest_in_the_span(model[0].weight.detach().clone(), direction.u_MR, direction.v_NR, x, labels)
     assert optimizer.step(closure) == pytest.approx(before)
@@ -199,6 +200,7 @@ def test_a_longer_step_than_the_model_bears_is_shortened():
     closure = Scores(model, x, labels)
     optimizer = gauss_newton(model, num_directions=24, rank=3, basis="gaussian", rho=1e-3)
     z = closure.outputs().scores_TC.detach()
+    optimizer.refresh()
     draw = optimizer.draw()
     optimizer.step(closure)
     (first, real), *more = optimizer._two_point.tried

@@ -126,6 +126,7 @@ def test_outputs_of_every_row_are_torchs(home, rows):
     outputs: list[Outputs] = []
     for job in jobs:
         closure = job.objective.closure(job.model, job.batches(range(8)))
+        job.optimizer.refresh()
         draw = job.optimizer.draw()
         for name, moving in job.optimizer.moving.items():  # a state, and a perturbation on top of it
             moving.add_(draw.directions[name][1], slice(None), draw.directions[name][1].coefficient, 0.1)

@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from tezo import RequestError
 from tezo.directions.low_rank import Lazy, Subspace
-from tezo.directions.perturbation import Annealing, DenseGaussian, DrawKey, SimulatedMomentum
+from tezo.directions.perturbation import Annealing, DenseGaussian, SimulatedMomentum
+from tezo.directions.random import DrawKey
 from tezo.directions.ranks import FixedRank
 from tezo.directions.targets import Target
 from tezo.methods import AUTO, METHODS, method

@@ -65,6 +65,7 @@ class Squares:
         weight = self.model[0].weight
         with torch.no_grad():
             own = self.losses()
+            optimizer.refresh()
             (direction,) = optimizer.draw().directions["0.weight"]
             z = direction.u_MR * direction.coefficient @ direction.v_NR.T
             points = []
@@ -256,10 +257,12 @@ def test_a_run_measures_it_along_its_own_directions_in_every_precision(home, mod
     assert rho in SCALES and job.optimizer.rho == rho
     (said,) = [notice for notice in job.notices if notice.startswith("method.rho: ")]
     assert f"{rho:g}" in said
+    job.optimizer.refresh()
     first = {name: job.optimizer.draw().directions[name][0] for name in job.optimizer.moving}
     job.optimizer.close()
     fresh = make_optimizer(job.config.with_options(rho=1.0), job.loaded, job.untrained)
     fresh.set_calibration_passes(basis_passes(job.loaded, job.objective, job.train, job.config.train.seed))
+    fresh.refresh()
     drawn = fresh.draw().directions
     for name, direction in first.items():
         if METHODS[method].name != "mezo":

@@ -15,9 +15,9 @@ from tiny import tiny_llama, tokens
 from torch import Tensor
 
 import tezo
-from tezo.forward import low_rank
+from tezo.forward import beside_weight
+from tezo.forward.beside_weight import keeping_points
 from tezo.forward.blocks import block_points
-from tezo.forward.low_rank import keeping_points
 from tezo.forward.perturbed_parameter import Shift
 from tezo.methods.es import es
 from tezo.optim.estimators.estimate import RowsClosure
@@ -47,6 +47,7 @@ def literal(losses: list[list[float]]) -> list[float]:
 
 def losses_at(optimizer, rows: RowsClosure, *distances: float) -> list[list[float]]:
     """The losses of the rows at each distance along each direction of the next step, one member after another."""
+    optimizer.refresh()
     draw, found = optimizer.draw(), []
     for i in range(optimizer.num_directions):
         for distance in distances:
@@ -85,6 +86,7 @@ def test_a_step_is_the_sum_of_the_members_by_their_losses():
     optimizer = es(model, num_directions=5, rank=2, lr=5.0, rho=1e-2, basis="gaussian")
     change = torch.zeros(())
     for _ in range(2):  # the second has something to decay
+        optimizer.refresh()
         draw = optimizer.draw()
         kappas, name = literal(losses_at(optimizer, closure, 1e-2)), next(iter(optimizer.moving))
         estimate: Tensor = sum(k * dense(z) for k, z in zip(kappas, draw.directions[name], strict=True)) / 5
@@ -178,8 +180,9 @@ def test_points_that_are_kept_for_a_text_are_those_of_the_perturbations_at_hand(
     model, ids, drawn = tiny_llama().double(), tokens(batch=6, seed=2), []
     optimizer = es(model, num_directions=3, rank=2, lr=5.0, rho=1e-2, basis="gaussian", weight_decay=0.0)
     optimizer.step(tezo.closure(model, {"input_ids": ids, "labels": ids}))  # a change that points start from
+    optimizer.refresh()
     directions = optimizer.draw().directions
-    monkeypatch.setattr(low_rank, "block_points", lambda *given: drawn.append(1) or block_points(*given))
+    monkeypatch.setattr(beside_weight, "block_points", lambda *given: drawn.append(1) or block_points(*given))
 
     def outputs(scales: list[float]) -> list[Tensor]:
         for name, moving in optimizer.moving.items():

@@ -18,7 +18,7 @@ from folders import (
 )  # fmt: skip
 from torch import nn
 
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.ranks import significant_rank
 from tezo.directions.targets import is_packed, matrix_of, select_targets
 from tezo.forward.perturbed_parameter import Shift
@@ -74,7 +74,7 @@ def test_a_direction_adds_x_times_its_transpose_to_a_packed_layer(home, form):
         module: nn.Module = moving.target.sites[0].module
         x = torch.randn(5, moving.target.shape[1])
         before = module(x)
-        moving.begin(direction, DrawKey(3, 0))
+        moving.refresh(DrawKey(3, 0), optimizer.perturbation.refresh(moving.target, DrawKey(3, 0)))
         moving.set_perturbations([Shift(direction, 0.1)])
         added = module(x) - before
         moving.set_perturbations([])

@@ -13,7 +13,7 @@ from torch.nn import functional
 import tezo
 from tezo.directions.targets import select_targets
 from tezo.newton import text
-from tezo.newton.text import Text, arrives, head_rows, leading, read_text, recording_ends, tokens_of
+from tezo.newton.text import Text, arrives, fit_text, head_rows, leading, recording_text, tokens_of
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
@@ -56,9 +56,9 @@ def found_of(model, closure, rank):
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(text, "Text", Told)
-        with recording_ends(model, target, closure.places()) as seen:
+        with recording_text(model, target, closure.places()) as seen:
             outputs = closure.outputs()
-        u_MR, v_IR = read_text(model, target, closure, seen, outputs, rank)
+        u_MR, v_IR = fit_text(model, target, closure, seen, outputs, rank)
     return target, u_MR, v_IR, said[0]
 
 

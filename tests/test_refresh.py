@@ -6,7 +6,7 @@ import math
 import peft
 import pytest
 import torch
-from cases import effective_weights, mostly_slow
+from cases import CASES, effective_weights, mostly_slow
 from folders import label_rows, model_folder, refused, saved, tezo, tiny_model, tokenizer_for, train, write_rows
 from kills import contents
 from short_runs import stopped
@@ -14,15 +14,16 @@ from tiny import lm_loss, tiny_gpt2, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo import NonFiniteLossError, RequestError
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.spaces import CP, FixedCoefficient, LowRank, TransposedLowRank
-from tezo.forward.low_rank import InForward, compress
+from tezo.forward.beside_weight import InForward, compress
 from tezo.methods import METHODS
 from tezo.models.loading import load_model
 from tezo.models.saving import export_adapter
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.folder import LOG
 from tezo.system.digests import digest
+from tezo.tasks.objectives.labelled_tensors import closure as tezo_closure
 from tezo.training.config import parse_config
 from tezo.training.loop import train as run_config
 from tezo.training.replay import replay
@@ -50,6 +51,44 @@ def test_a_rank_of_what_is_kept_is_refused_where_nothing_is_refreshed():
             METHODS[name].build(tiny_opt(), frozen_rank=8, **options)
     with pytest.raises(RequestError, match="frozen_rank is 8, and in place nothing is kept"):
         METHODS["lozo"].build(tiny_opt(), frozen_rank=8, in_forward=False)
+
+
+def drawn(optimizer):
+    """(each direction of the next step, as a tensor of the shape of its parameter)."""
+    found = []
+    for name, directions in optimizer.draw().directions.items():
+        target = optimizer.moving[name].target
+        for direction in directions:
+            z = torch.zeros(target.stored_shape, dtype=target.parameter.dtype)
+            direction.add_to_(z, 1.0) if z.ndim == 2 else z.add_(next(direction.tiles())[1])
+            found.append(z)
+    return found
+
+
+@pytest.mark.parametrize("name", [*CASES, "errors"])
+@torch.no_grad()
+def test_a_draw_changes_nothing_and_runs_no_pass_and_comes_out_the_same_again(name):
+    ids, model = tokens(), tiny_opt()
+    closure = tezo_closure(model, {"input_ids": ids, "labels": ids})
+    if name == "errors":
+        optimizer = METHODS["tezo-m"].build(model, basis="errors", rank=RANK, lazy_update_interval=INTERVAL, lr=1e-3)
+    else:
+        optimizer = CASES[name].build(model, lr=1e-3, targets=["all"])
+    calls = []
+    for step in range(INTERVAL + 2):  # a refresh of the factors among them
+        with pytest.raises(RequestError, match=r"call refresh\(\)"):
+            optimizer.draw()
+        optimizer.refresh(closure)
+        with model.register_forward_pre_hook(lambda *_: calls.append(1)):
+            state = {key: value.clone() for key, value in (optimizer.resumable_state() | model.state_dict()).items()}
+            first, again = drawn(optimizer), drawn(optimizer)
+            after = optimizer.resumable_state() | model.state_dict()
+        assert calls == [] and optimizer.num_steps == step
+        assert state.keys() == after.keys() and all(torch.equal(after[key], state[key]) for key in state)
+        assert all(map(torch.equal, first, again)) and len(first) >= len(optimizer.targets)
+        optimizer.refresh(closure)
+        assert all(map(torch.equal, first, drawn(optimizer)))  # to refresh twice is to refresh once
+        optimizer.step(closure)
 
 
 @pytest.mark.parametrize(("name", "options"), [("lozo", {"frozen_rank": 7}), ("lozo", {"frozen_rank": 50}),
@@ -84,7 +123,7 @@ def test_a_refresh_changes_the_factors_and_not_the_function(make, name, frozen_r
     optimizer = built(model, name, frozen_rank=frozen_rank)
     steps(optimizer, 0, INTERVAL)
     before, factors = outputs(model), {n: m.change.v_NR for n, m in optimizer.moving.items()}
-    optimizer.draw()  # that of the step at which factors change
+    optimizer.refresh()  # that of the step at which factors change
     assert all(not torch.equal(m.change.v_NR, factors[n]) for n, m in optimizer.moving.items())
     torch.testing.assert_close(outputs(model), before, rtol=0, atol=1e-12)
     written = any(not torch.equal(value, base[key]) for key, value in model.named_parameters())
@@ -119,7 +158,7 @@ def test_what_lies_beside_the_base_keeps_to_its_rank_and_the_run_says_what_that_
     steps(optimizer, 0, 2 * INTERVAL)
     assert optimizer.compression_error == 0.0  # the first fold fits
     before = effective_weights(optimizer)
-    optimizer.draw()
+    optimizer.refresh()
     after = effective_weights(optimizer)
     base = effective_weights(built(tiny_opt(), "head-feedback"))
     shares = []

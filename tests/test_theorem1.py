@@ -11,7 +11,7 @@ import torch
 from cases import CASES, effective_weights, mostly_slow
 from torch import Tensor, nn
 
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 

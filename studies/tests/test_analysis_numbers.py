@@ -12,7 +12,7 @@ from tezo_studies.analysis import estimator_variance as est
 from tezo_studies.analysis import second_moment as second
 from torch import Tensor
 
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.methods import METHODS
 
 

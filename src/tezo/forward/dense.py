@@ -178,7 +178,7 @@ class DenseInForward(PerturbedParameter):
 
     def _round(self, moved_GTN: Tensor, base: Tensor, drawn: dict[int, Tensor], rows: slice) -> None:
         exact = scratch("moved exactly", tuple(base.shape), base.dtype, base.device)
-        key, role = self._key, f"perturbed.{rows.start}"
+        key, role = self.key, f"perturbed.{rows.start}"
         noise = generator(base.device, seed=key.seed, step=key.step, name=self.target.name, role=role)
         for moved, shift in zip(moved_GTN, self.shifts, strict=True):
             torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=exact)

@@ -2,7 +2,7 @@
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.perturbation import DrawKey
-from tezo.directions.random import generator
-from tezo.directions.spaces import Direction, row_tiles
+from tezo.directions.random import DrawKey, generator
+from tezo.directions.spaces import Direction, FixedFactors, row_tiles
 from tezo.directions.targets import Target
 from tezo.forward import rounding
 from tezo.forward.interception import Interception
@@ -35,8 +34,13 @@ class Shift:
 class PerturbedParameter(ABC):
     """One tuned parameter, W_t.
 
-    The order of a step is: `begin`; `set_perturbations` with +rho and -rho, in one pass or in two; `set_perturbations`
-    with no shifts; then the update rule calls `add_`. Between steps the model computes with W_t.
+    The order of a step is: `refresh`; `set_perturbations` with +rho and -rho, in one pass or in two;
+    `set_perturbations` with no shifts; then the update rule calls `add_`. Between steps the model computes with W_t.
+
+    Attributes:
+        target: the parameter.
+        shifts: the perturbations that are set.
+        key: of the step; stochastic rounding is drawn from it.
     """
 
     way = "in forward"
@@ -73,14 +77,21 @@ class PerturbedParameter(ABC):
             InStateDict(target, self.merged, self.replaced)
         ]
         self.shifts: tuple[Shift, ...] = ()
-        self._key = DrawKey(0, 0)
-        self._rounding: torch.Generator | None = None
+        self.key = DrawKey(0, 0)
+        self._rounding: tuple[DrawKey, torch.Generator] | None = None
 
-    def begin(self, direction: Direction, key: DrawKey) -> None:
-        """Prepares for a step whose directions share the fixed factors of `direction`."""
-        del direction
-        self._key = key
-        self._rounding = None
+    def refresh(self, key: DrawKey, origin: FixedFactors | None) -> None:
+        """Prepares for the step of `key`.
+
+        Where its directions have other fixed factors than those before, the change trained with these is moved into
+        the stored tensor, or compressed and stored beside it.
+
+        Args:
+            key: of the step.
+            origin: zero of the space of its directions; None: they are dense.
+        """
+        del origin
+        self.key = key
 
     @abstractmethod
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
@@ -108,9 +119,9 @@ class PerturbedParameter(ABC):
         """Returns the tensors of the trained change that is not in the stored tensor, by key."""
         return {}
 
-    def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
-        """Restores the result of `state`; `draw` returns a direction with the factors of a step, None for the last."""
-        del draw, state
+    def load_state(self, origin: Callable[[int | None], FixedFactors | None], state: Mapping[str, Tensor]) -> None:
+        """Restores the result of `state`; `origin` returns zero of the space of a refresh step, None for the last."""
+        del origin, state
 
     def trained(self) -> list[tuple[Tensor, Tensor]]:
         """Returns (left, right) pairs; the change stored beside the stored tensor is the sum of left @ right^T."""
@@ -165,10 +176,11 @@ class PerturbedParameter(ABC):
     @property
     def rounding(self) -> torch.Generator:
         """The step's generator for stochastic rounding."""
-        if self._rounding is None:
-            device, key = self.target.parameter.device, self._key
-            self._rounding = generator(device, seed=key.seed, step=key.step, name=self.target.name, role="rounding")
-        return self._rounding
+        if self._rounding is None or self._rounding[0] is not self.key:
+            device, key = self.target.parameter.device, self.key
+            draw = generator(device, seed=key.seed, step=key.step, name=self.target.name, role="rounding")
+            self._rounding = key, draw
+        return self._rounding[1]
 
 
 _open: WeakSet[PerturbedParameter] = WeakSet()

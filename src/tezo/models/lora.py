@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
 from tezo.directions.targets import Site, Target, layout_of, only_input, place_of
-from tezo.forward.low_rank import join
+from tezo.forward.beside_weight import join
 from tezo.forward.state_dict import InStateDict, require_plain
 from tezo.models.identity import check_model, fingerprint
 from tezo.models.kinds import Kind, kind_of

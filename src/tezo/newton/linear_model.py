@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tezo.directions.bases.basis import Foretold
+from tezo.directions.bases.basis import Predictions
 from tezo.directions.outputs import Outputs, change
 
 RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -52,20 +52,20 @@ class Candidate:
     validated: float
 
 
-def unseen(slopes_TCK: Tensor, own: Outputs, foretold: Foretold | None) -> Tensor:
-    """Returns F' (T, C, K), as if directions had been found without each row; see the module.
+def without_optimism(slopes_TCK: Tensor, outputs: Outputs, predictions: Predictions | None) -> Tensor:
+    """Returns F' (T, C, K), the slopes if directions had been found without each row; see the module.
 
     Args:
         slopes_TCK: F.
-        own: outputs at W.
-        foretold: of the first E examples; directions were not found by the others.
+        outputs: at W.
+        predictions: of the first E examples; directions were not found by the others. None: by none of them.
     """
-    if foretold is None or not len(foretold.fitted_ECJ):
+    if predictions is None or not len(predictions.fitted_ECJ):
         return slopes_TCK
-    example_T, count = own.example_T.cpu(), slopes_TCK.shape[-1]
-    known_T = example_T < len(foretold.fitted_ECJ)
+    example_T, count = outputs.example_T.cpu(), slopes_TCK.shape[-1]
+    known_T = example_T < len(predictions.fitted_ECJ)
     fitted_TCK, without_TCK = (
-        part[example_T[known_T], :, :count] for part in (foretold.fitted_ECJ, foretold.without_ECJ)
+        part[example_T[known_T], :, :count] for part in (predictions.fitted_ECJ, predictions.without_ECJ)
     )
     found_TCK, optimism_TCK = slopes_TCK.clone(), fitted_TCK - without_TCK
     compared = (found_TCK[known_T], without_TCK, optimism_TCK)
@@ -81,19 +81,20 @@ class LinearModel:
     """The scores of rows as a linear function of the coefficients of K directions.
 
     Args:
-        own: outputs at W.
+        outputs: at W.
         slopes_TCK: their derivatives along each direction, float64 on the CPU.
         unseen_TCK: the same if no direction had been found by these rows, by which coefficients are chosen.
 
     Attributes:
+        outputs: at W.
         loss: at W.
         count: K.
     """
 
-    def __init__(self, own: Outputs, slopes_TCK: Tensor, unseen_TCK: Tensor) -> None:
-        self.own, self.loss, self.count = own, own.loss(), slopes_TCK.shape[-1]
-        self._z_TC = own.scores_TC.double().cpu()
-        self._labels_T, self._example_T = own.labels_T.cpu(), own.example_T.cpu()
+    def __init__(self, outputs: Outputs, slopes_TCK: Tensor, unseen_TCK: Tensor) -> None:
+        self.outputs, self.loss, self.count = outputs, outputs.loss(), slopes_TCK.shape[-1]
+        self._z_TC = outputs.scores_TC.double().cpu()
+        self._labels_T, self._example_T = outputs.labels_T.cpu(), outputs.example_T.cpu()
         size = float(slopes_TCK.square().mean().sqrt()) * math.sqrt(self.count)
         self._unit = 1 / max(size, 1e-300)
         self._slopes_TCK, self._unseen_TCK = slopes_TCK * self._unit, unseen_TCK * self._unit
@@ -101,7 +102,7 @@ class LinearModel:
     def best_part(self, step: Candidate, moved: Outputs) -> float:
         """Returns the part of a step after which the loss is lowest, by scores that are quadratic along it."""
         along_TC = self._slopes_TCK @ (torch.tensor(step.coefficients, dtype=torch.float64) / self._unit)
-        bend_TC = change(moved, self.own) - along_TC
+        bend_TC = change(moved, self.outputs) - along_TC
 
         def loss(part: float) -> float:
             scores_TC = self._z_TC + part * along_TC + part**2 * bend_TC
@@ -111,7 +112,7 @@ class LinearModel:
 
     def best(self) -> Candidate:
         """Returns the step with the lowest validated loss."""
-        return min(self.candidates(), key=lambda own: own.validated)
+        return min(self.candidates(), key=lambda candidate: candidate.validated)
 
     def candidates(self) -> list[Candidate]:
         """Returns the steps for all `RIDGES`."""

@@ -27,7 +27,7 @@ be none.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from tezo.directions.outputs import Outputs, change
 from tezo.directions.products import evaluating
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.forward.perturbed_parameter import PerturbedParameter, Shift
-from tezo.newton.linear_model import PARTS, Candidate, LinearModel, unseen
+from tezo.newton.linear_model import PARTS, Candidate, LinearModel, without_optimism
 from tezo.optim.estimators.estimate import (
     GAUSS_NEWTON,
     NO_OUTPUTS,
@@ -58,6 +58,19 @@ CLOSE = 0.1
 """A step is taken if its real loss is above the promised one by at most this part of the promised decrease."""
 
 
+@dataclass(frozen=True)
+class Taken:
+    """The step that is taken.
+
+    Attributes:
+        coefficients: of the directions.
+        metrics: the losses that it was chosen by, and the part of the candidate that it is.
+    """
+
+    coefficients: list[float]
+    metrics: Mapping[str, float]
+
+
 class GaussNewton(TwoPoint):
     """The step to the minimum of the Gauss-Newton model in the span of a step's directions; see the module.
 
@@ -74,7 +87,7 @@ class GaussNewton(TwoPoint):
 
     rule = GAUSS_NEWTON
     idle_steps = 2  # our choice: one round without a gain may be chance
-    tried: Sequence[tuple["Candidate", float]] = ()
+    tried: Sequence[tuple[Candidate, float]] = ()
 
     def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
         for name, parameter in moving.items():
@@ -90,19 +103,20 @@ class GaussNewton(TwoPoint):
         count = len(next(iter(draw.directions.values())))
         try:
             with evaluating(self._model):
-                own = closure.outputs()
-                slopes_TCK, losses = self._slopes(closure, own, draw, count)
-                model = LinearModel(own, slopes_TCK, unseen(slopes_TCK, own, draw.foretold))
-                a_K = self._trusted(model, closure, draw)
-                if closure.held_out is not None and any(a_K):
-                    a_K = self._shortened(a_K, closure.held_out, draw)
+                outputs = closure.outputs()
+                slopes_TCK, losses = self._slopes(closure, outputs, draw, count)
+                model = LinearModel(outputs, slopes_TCK, without_optimism(slopes_TCK, outputs, draw.predictions))
+                taken = self._trusted(model, closure, draw)
+                if closure.held_out is not None and any(taken.coefficients):
+                    taken = self._shortened(taken, closure.held_out, draw)
         finally:
             self._set_perturbations(draw.directions, [])
-        loss = own.loss()
-        probes = tuple(Probe(plus, loss, -count * a) for plus, a in zip(losses, a_K, strict=True))
-        return average(loss, self._checked(probes), 1 + count + len(self.tried), draw)
+        loss = outputs.loss()
+        probes = tuple(Probe(plus, loss, -count * a) for plus, a in zip(losses, taken.coefficients, strict=True))
+        passes = 1 + count + len(self.tried)
+        return average(loss, self._checked(probes), passes, draw, {"round": dict(taken.metrics)})
 
-    def _slopes(self, closure: RowsClosure, own: Outputs, draw: StepDraw, count: int) -> tuple[Tensor, list[float]]:
+    def _slopes(self, closure: RowsClosure, at: Outputs, draw: StepDraw, count: int) -> tuple[Tensor, list[float]]:
         """Returns (F of all directions (T, C, K), the losses there); each rank evaluates its part of the directions."""
         found: list[float] = []
         rank, size = self._processes.rank, self._processes.size
@@ -112,24 +126,24 @@ class GaussNewton(TwoPoint):
             let_interrupt()
             together = points[start : start + copies]
             self._set_perturbations(draw.directions, together)
-            for moved in closure.outputs_of(len(together), own):
-                found += [moved.loss(), *(change(moved, own) / self.rho).flatten().tolist()]
+            for moved in closure.outputs_of(len(together), at):
+                found += [moved.loss(), *(change(moved, at) / self.rho).flatten().tolist()]
         ranks = [torch.tensor(values, dtype=torch.float64) for values in self._processes.gather(found)]
         # the first direction of each rank, then the second of each
         table_KX = torch.stack([values.view(math.ceil(count / size), -1) for values in ranks], 1).flatten(0, 1)[:count]
-        return table_KX[:, 1:].T.reshape(*own.scores_TC.shape, count), table_KX[:, 0].tolist()
+        return table_KX[:, 1:].T.reshape(*at.scores_TC.shape, count), table_KX[:, 0].tolist()
 
-    def _trusted(self, model: "LinearModel", closure: RowsClosure, draw: StepDraw) -> list[float]:
-        """Returns the coefficients after which the loss of other rows should be lowest."""
+    def _trusted(self, model: LinearModel, closure: RowsClosure, draw: StepDraw) -> Taken:
+        """Returns the step after which the loss of other rows should be lowest."""
         step = model.best()
         lowest, chosen, taken = model.loss, [0.0] * model.count, 0.0
         tried: list[tuple[Candidate, float]] = []
         part = 1.0
         while True:
             let_interrupt()
-            there = replace(step, coefficients=[part * own for own in step.coefficients])
+            there = replace(step, coefficients=[part * a for a in step.coefficients])
             self._move(draw, there.coefficients)
-            moved = closure.outputs(model.own)
+            moved = closure.outputs(model.outputs)
             real, shorter = self._processes.first([moved.loss(), model.best_part(step, moved)])
             tried.append((there, real))
             expected = real + step.validated - step.promised
@@ -140,28 +154,36 @@ class GaussNewton(TwoPoint):
                 break
             part = shorter
         self.tried = tried
-        self.told = {"round": {"own": model.loss, "promised": step.promised, "validated": step.validated,
-                               "real": tried[0][1], "taken": taken}}  # fmt: skip
-        return self._processes.first(chosen)
+        metrics = {
+            "own": model.loss,
+            "promised": step.promised,
+            "validated": step.validated,
+            "real": tried[0][1],
+            "taken": taken,
+        }
+        return Taken(self._processes.first(chosen), metrics)
 
-    def _shortened(self, a_K: list[float], held_out: RowsClosure, draw: StepDraw) -> list[float]:
+    def _shortened(self, taken: Taken, held_out: RowsClosure, draw: StepDraw) -> Taken:
         """Returns the part of a step after which the loss of held-out rows should be lowest."""
         with current().phase(BETWEEN):
             self._set_perturbations(draw.directions, [])
-            own = held_out.outputs()
-            self._move(draw, a_K)
-            moved = held_out.outputs(own)
-        change_TC = change(moved, own)
-        scores_TC, labels_T = own.scores_TC.double().cpu(), own.labels_T.cpu()
+            before = held_out.outputs()
+            self._move(draw, taken.coefficients)
+            moved = held_out.outputs(before)
+        change_TC = change(moved, before)
+        scores_TC, labels_T = before.scores_TC.double().cpu(), before.labels_T.cpu()
 
         def loss(part: float) -> float:
             return float(functional.cross_entropy(scores_TC + part * change_TC, labels_T))
 
         part = min((0.0, *PARTS), key=loss)
-        found = self.told["round"]
-        judged = {"held_out": own.loss(), "held_out_real": moved.loss(), "taken": part * found["taken"]}
-        self.told = {"round": found | judged}
-        return self._processes.first([part * own for own in a_K])
+        judged = {
+            "held_out": before.loss(),
+            "held_out_real": moved.loss(),
+            "taken": part * taken.metrics["taken"],
+        }
+        coefficients = self._processes.first([part * a for a in taken.coefficients])
+        return Taken(coefficients, {**taken.metrics, **judged})
 
     def _move(self, draw: StepDraw, a_K: Sequence[float]) -> None:
         for name, parameter in self._moving.items():

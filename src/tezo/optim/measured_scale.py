@@ -334,6 +334,7 @@ def measure_reach(optimizer: ZerothOrderOptimizer, loss: Callable[[], float]) ->
         optimizer: whose directions are used; its rho stays as it is.
         loss: mean loss per token of what the model wrote, at the parameters of the time of the call.
     """
+    optimizer.refresh()
     directions = optimizer.draw().directions
     count = min(MEMBERS, len(next(iter(directions.values()))))
     rise = math.inf

@@ -3,7 +3,7 @@
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, overload
@@ -11,10 +11,11 @@ from typing import Any, Final, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import FactorStore, Passes, RowsOf
-from tezo.directions.perturbation import DrawKey, Perturbation
-from tezo.directions.products import evaluating, evaluation_mode, float32_on_emulating_cpu
-from tezo.directions.spaces import Direction, FixedFactors, SignedDense
+from tezo.directions.bases.basis import FactorStore, Passes, RowsOf, Source
+from tezo.directions.perturbation import Perturbation
+from tezo.directions.products import evaluating
+from tezo.directions.random import DrawKey
+from tezo.directions.spaces import FixedFactors, SignedDense
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import (
@@ -191,8 +192,12 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         self.seed = seed
         self.targets = select_targets(model, targets)
         self.bind(self.targets)
-        self._calibrated = self._has_rows = self._stepping = self._has_warned = False
-        self._factor = 1.0
+        self.basis = perturbation.basis
+        self._passes: Passes | None = None
+        self._rows: RowsOf | None = None
+        self._stepping = self._has_warned = False
+        self._refreshed: int | None = None
+        self._metrics: Mapping[str, Any] = {}
         self.warn: Callable[[str], object] = partial(warnings.warn, category=PerturbationWarning, stacklevel=6)
         perturbation.prepare(self.targets)
         self.parameters = TunedParameters(
@@ -260,20 +265,16 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
                 f"step() needs a function that returns the loss, and was given {type(closure).__name__}; write lambda: "
                 "before it."
             )
-        name, self._factor = self.planned(self.num_steps) if rule is None else (rule, 1.0)
+        name, factor = self.planned(self.num_steps) if rule is None else (rule, 1.0)
         estimator = self._rule(name).estimator
-        check_rate("lr", self._rate(name))
+        check_rate("lr", self._rate(name, factor))
         if self._stepping:  # it would move the parameters that the outer step measures
             raise RequestError("step() was called by the closure of a step; call it after that step has returned.")
-        self._closure = closure
-        if not self._calibrated:
-            self.set_calibration_passes(lambda _: self._closure())
-        if not self._has_rows and isinstance(closure, RowsClosure):
-            self.perturbation.set_rows(self.model, lambda *_: closure)
         self._stepping = True
         try:
             with uninterrupted():
-                draw = self.draw(name)
+                self.refresh(closure)
+                draw = self.draw(name, factor)
                 first = not self.parameters.reads_checked
                 with self.parameters.refusing_direct_reads() if first else nullcontext():
                     estimate = estimator.estimate(closure, draw)
@@ -324,6 +325,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         """
         try:
             with uninterrupted():
+                self.refresh(closure)
                 return self._two_point.probes(closure, self.draw().directions, self.rho if rho is None else rho)
         except FloatingPointError as error:
             raise self.not_finite(*error.args) from None
@@ -333,6 +335,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
     def ahead(self, closure: Closure, rho: float) -> list[float]:
         """Measures the loss at W + rho Z alone, along the directions of the next step, in the order of `measure`."""
         with uninterrupted():
+            self.refresh(closure)
             return self._two_point.ahead(closure, self.draw().directions, rho)
 
     @torch.inference_mode(False)
@@ -353,6 +356,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
                 f"{self.num_steps}, and num_directions is {self.num_directions}."
             )
         with uninterrupted():
+            self.refresh()
             draw = self.draw(record.rule)
             estimate = estimator.recall(record, draw)
             let_interrupt(last=True)
@@ -364,7 +368,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
     @property
     def told(self) -> dict[str, Any]:
         """What the last step, and the last computation of its basis, found beside losses: JSON."""
-        return {**self._two_point.told, **self.perturbation.basis.told}
+        return {**self._metrics, **self.basis.metrics()}
 
     @property
     def idle_steps(self) -> int | None:
@@ -381,8 +385,8 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
             )
         return self._rules[name]
 
-    def _rate(self, rule: str) -> float:
-        return float(self.param_groups[0]["lr"]) * self._factor * self._rules[rule].lr_scale
+    def _rate(self, rule: str, factor: float) -> float:
+        return float(self.param_groups[0]["lr"]) * factor * self._rules[rule].lr_scale
 
     def set_calibration_passes(self, passes: Passes) -> None:
         """Sets the forward passes that a data-dependent basis is computed from.
@@ -393,8 +397,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         """
         if not takes(passes, 0):
             raise RequestError("set_calibration_passes: give a function of a step that runs the model on some rows.")
-        self.perturbation.set_calibration_passes(self.model, passes)
-        self._calibrated = True
+        self._passes = passes
 
     def set_rows(self, rows: RowsOf) -> None:
         """Sets the rows whose outputs a basis is computed from; without them they are those of each step.
@@ -406,12 +409,12 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         """
         if not takes(rows, 0, 1):
             raise RequestError("set_rows: give a function of a step and of a number of rows that returns a closure.")
-        self.perturbation.set_rows(self.model, rows)
-        self._has_rows = True
+        self._rows = rows
 
     def set_factor_store(self, store: FactorStore) -> None:
         """Sets the store for tensors computed from data, so that steps can be replayed without the data."""
-        self.perturbation.set_factor_store(store)
+        self.basis.set_factor_store(store)
+        self.perturbation.forget()
         for rule in self._rules.values():
             rule.estimator.set_factor_store(store)
 
@@ -425,32 +428,69 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         for rule in self._rules.values():
             rule.estimator.share_directions(processes)
 
-    def draw(self, rule: str | None = None) -> StepDraw:
-        """Draws the directions of the next step. At a refresh, the change trained with the old factors is folded first.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def refresh(self, closure: Closure | None = None) -> None:
+        """Brings the fixed factors, and what was trained with the ones before, up to the next step; before `draw`.
+
+        A basis that sees data computes the factors that this step begins with by forward passes, or reads them from the
+        factor store. The change trained with the factors before is then folded into the weights, or compressed and
+        stored beside them. Where the factors are those of the last step nothing is computed.
 
         Args:
-            rule: rule of the step; None: the first of `rules`.
+            closure: of the step, whose rows a basis may use; rows that were set for it come first.
 
         Raises:
+            RequestError: the optimizer was closed, or a basis lacks rows.
             FloatingPointError: the rows that a basis is computed from have no finite inputs.
         """
         self._check_open()
         self.check_bound()
-        drawn: dict[str, tuple[Direction, ...]] = {}
-        with ExitStack() as as_in_a_step:
-            if self.perturbation.basis.data_dependent:  # factors may be computed by forward passes
-                as_in_a_step.enter_context(torch.no_grad())
-                as_in_a_step.enter_context(evaluation_mode(self.model))
-                as_in_a_step.enter_context(float32_on_emulating_cpu(self.model))
-            count = self.perturbation.num_directions(self.num_steps, self.num_directions)
-            keys = [DrawKey(self.seed, self.num_steps, index) for index in range(count)]
-            for name, moving in self.moving.items():  # one at a time: old factors are dropped before the next draw
-                moments = self.moments[self.rules[0]].get(name, {})
-                drawn[name] = tuple(self.perturbation.direction(moving.target, key, moments) for key in keys)
-                moving.begin(drawn[name][0], keys[0])
-        rule = rule or self.rules[0]
-        foretold = self.perturbation.foretold(self.num_steps)
-        return StepDraw(self.num_steps, self.counts[rule], self._rate(rule), drawn, foretold, self.num_idle_steps)
+        key = DrawKey(self.seed, self.num_steps)
+        if self.basis.data_dependent:
+            with torch.no_grad(), evaluating(self.model):
+                self.basis.refresh(self.perturbation.refresh_step(key.step), self._source(closure))
+        for moving in self.moving.values():  # one at a time: old factors are dropped before the next ones are made
+            moving.refresh(key, self.perturbation.refresh(moving.target, key))
+        self._refreshed = key.step
+
+    def _source(self, closure: Closure | None) -> Source:
+        passes, rows = self._passes, self._rows
+        if passes is None and closure is not None:
+            passes = lambda _: closure()  # noqa: E731
+        if rows is None and isinstance(closure, RowsClosure):
+            rows = lambda *_: closure  # noqa: E731
+        return Source(self.model, passes, rows)
+
+    def draw(self, rule: str | None = None, factor: float = 1.0) -> StepDraw:
+        """Returns the directions of the next step: a function of seed, step, fixed factors and moments.
+
+        Nothing is changed, and no forward pass is run.
+
+        Args:
+            rule: rule of the step; None: the first of `rules`.
+            factor: of the learning rate.
+
+        Raises:
+            RequestError: `refresh` has not been called for this step.
+        """
+        if self._refreshed != self.num_steps:
+            raise RequestError(f"draw() needs the factors of step {self.num_steps}; call refresh() before it.")
+        perturbation, moments, rule = self.perturbation, self.moments[self.rules[0]], rule or self.rules[0]
+        count = perturbation.num_directions(self.num_directions)
+        keys = [DrawKey(self.seed, self.num_steps, index) for index in range(count)]
+        directions = {
+            name: tuple(perturbation.direction(moving.target, key, moments.get(name, {})) for key in keys)
+            for name, moving in self.moving.items()
+        }
+        return StepDraw(
+            self.num_steps,
+            self.counts[rule],
+            self._rate(rule, factor),
+            directions,
+            perturbation.predictions(self.num_steps),
+            self.num_idle_steps,
+        )
 
     def _apply(self, estimate: Estimate, record: StepRecord, draw: StepDraw) -> None:
         """Updates parameters and moments, and counts the step."""
@@ -473,6 +513,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
             rule.update.step(moving, gradient, moments[name], record.lr)
         self.counts[record.rule] += 1
         self.count(record)
+        self._metrics = estimate.metrics
 
     @property
     def rho(self) -> float:
@@ -487,7 +528,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
     @property
     def cost_of_basis(self) -> tuple[int, float]:
         """(calls of the model, seconds) spent on a data-dependent basis so far."""
-        return self.perturbation.cost_of_basis
+        return self.basis.cost
 
     @property
     def factor_bytes(self) -> int:
@@ -605,13 +646,13 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
         self._check_open()
-        moments = self.moments[self.rules[0]]
+        self._refreshed = None
 
-        def draw(target: Target, refresh_step: int | None) -> Direction:
+        def origin(target: Target, refresh_step: int | None) -> FixedFactors | None:
             key = DrawKey(self.seed, max(0, num_steps - 1) if refresh_step is None else refresh_step)
-            return self.perturbation.direction(target, key, moments.get(target.name, {}))
+            return self.perturbation.refresh(target, key)
 
-        self.parameters.load_tensors(tuned, draw)
+        self.parameters.load_tensors(tuned, origin)
 
     def drop_moments(self) -> None:
         """Drops the moments of all rules."""

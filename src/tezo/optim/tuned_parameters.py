@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tezo.directions.perturbation import Perturbation
-from tezo.directions.spaces import Dense, Direction, LowRank
+from tezo.directions.spaces import Dense, FixedFactors, LowRank
 from tezo.directions.targets import Target
 from tezo.forward import perturbed_parameter
 from tezo.forward.blocks import Blocks
@@ -173,7 +173,8 @@ class TunedParameters:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors that training changes, see `ZerothOrderOptimizer.tuned_tensors`."""
-        tensors = {f"basis/{key}": value for key, value in self.perturbation.state().items()}
+        factors = self.perturbation.basis.state() | self.perturbation.state()
+        tensors = {f"basis/{key}": value for key, value in factors.items()}
         for name, moving in self.moving.items():
             if self.writes(moving):
                 tensors[f"weight/{name}"] = moving.weight
@@ -181,15 +182,19 @@ class TunedParameters:
         return tensors
 
     @torch.no_grad()
-    def load_tensors(self, tensors: Mapping[str, Tensor], draw: Callable[[Target, int | None], Direction]) -> None:
+    def load_tensors(
+        self, tensors: Mapping[str, Tensor], origin: Callable[[Target, int | None], FixedFactors | None]
+    ) -> None:
         """Restores the result of `tensors`; other names are ignored.
 
         Args:
             tensors: by name.
-            draw: (target, refresh step) -> a direction with the fixed factors of that step; None means the last step.
+            origin: (target, refresh step) -> zero of the space of its directions; None means the last step.
         """
         basis = {key.removeprefix("basis/"): value for key, value in tensors.items() if key.startswith("basis/")}
+        self.perturbation.basis.load_state(basis)
         self.perturbation.load_state(basis)
+        self.perturbation.forget()
         changes: dict[str, State] = {name: {} for name in self.moving}
         for key, value in tensors.items():
             part, _, rest = key.partition("/")
@@ -199,4 +204,4 @@ class TunedParameters:
                 name, _, role = rest.rpartition("/")
                 changes[name][role] = value
         for name, moving in self.moving.items():
-            moving.load_state(partial(draw, moving.target), changes[name])
+            moving.load_state(partial(origin, moving.target), changes[name])

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
 from tezo.directions.bases.activation import collecting_bytes
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.directions.targets import ALL, device_of, is_packed, select_targets
 from tezo.forward.perturbed_parameter import PerturbedParameter

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.spaces import CP, Core, FixedFactors, LowRank
 from tezo.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.perturbation import DrawKey
-from tezo.directions.random import normal
+from tezo.directions.random import DrawKey, normal
 from tezo.directions.spaces import CP
 from tezo.methods import METHODS
 from tezo.system.errors import RequestError

@@ -86,7 +86,6 @@ class Population(TwoPoint):
         count = len(next(iter(draw.directions.values())))
         own = range(self._processes.rank, count, self._processes.size)
         reach = self.rho * WIDER ** min(draw.idle, MOST_WIDENINGS)
-        self.told = {"reach": reach}
         points = [(index, sign * reach) for index in own for sign in self.signs]
         found = self.evaluated(closure, draw.directions, points, lambda copies: [*closure.example_losses(copies)])
         ranks = [torch.tensor(values, dtype=torch.float64) for values in
@@ -104,7 +103,7 @@ class Population(TwoPoint):
             Probe(losses[0], losses[1] if len(losses) > 1 else mean, kappa)
             for losses, kappa in zip(members, kappas, strict=True)
         )
-        return average(mean, self._checked(probes), self.passes(count, first=False), draw)
+        return average(mean, self._checked(probes), self.passes(count, first=False), draw, {"reach": reach})
 
     def passes(self, directions: int, *, first: bool) -> int:
         del first
