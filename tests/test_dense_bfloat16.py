@@ -73,7 +73,7 @@ def evaluated(make: Callable[[int, int], nn.Module], x_TN: Tensor, step: int = 0
     model = nn.Sequential(make(40, x_TN.shape[1]))
     optimizer = mezo(model, lr=0.0, rho=RHO, targets=("0.weight",))
     optimizer.num_steps = step
-    optimizer.own_loss = math.inf  # no third pass, of the model itself
+    optimizer.unperturbed_loss = math.inf  # no third pass, of the model itself
     optimizer.refresh()
     (direction,) = optimizer.draw().directions["0.weight"]
     assert isinstance(direction, Dense)

@@ -75,7 +75,7 @@ def test_forecasts_are_what_a_step_keeps(home, family):
         )
         changes = sum(value.nbytes for value in factors)
         if not changes and forecast.method == "tezo-adam":  # keeps a zero coefficient that it never moves
-            changes = sum(4 * optimizer.perturbation.rank_of(name) for name in optimizer.moving)
+            changes = sum(4 * optimizer.perturbation.rank_of(name) for name in optimizer.parameters)
         moments = sum(value.nbytes for key, value in state.items() if key.startswith("update/"))
         assert forecast.kept == optimizer.factor_bytes + changes + moments, forecast.method
         assert forecast.trained == sum(target.parameter.numel() for target in optimizer.targets)

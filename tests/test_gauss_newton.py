@@ -142,7 +142,7 @@ def test_where_scores_are_linear_a_step_is_the_minimum_that_it_promises():
     (direction,) = (own[0] for own in optimizer.draw().directions.values())
     best = lowest_in_the_span(model[0].weight.detach().clone(), direction.u_MR, direction.v_NR, x, labels)
     assert optimizer.step(closure) == pytest.approx(before)
-    (candidate, real), *_ = optimizer._two_point.tried
+    (candidate, real), *_ = optimizer.estimator.tried
     after = closure.outputs().loss()
     assert real == pytest.approx(candidate.promised, abs=1e-7) and after == pytest.approx(real, abs=1e-12)
     assert optimizer.last_step.forward_passes == 24 + 2
@@ -189,7 +189,7 @@ def test_a_step_never_raises_the_loss_of_its_rows():
         before = closure.outputs().loss()
         optimizer.step(closure)
         assert closure.outputs().loss() <= before
-        reals = [real for _, real in optimizer._two_point.tried]
+        reals = [real for _, real in optimizer.estimator.tried]
         assert 1 <= len(reals) <= 2
     optimizer.close()
 
@@ -203,17 +203,17 @@ def test_a_longer_step_than_the_model_bears_is_shortened():
     optimizer.refresh()
     draw = optimizer.draw()
     optimizer.step(closure)
-    (first, real), *more = optimizer._two_point.tried
+    (first, real), *more = optimizer.estimator.tried
     reached = []
     for scale in (1e-3, 1.0):  # the slope along the whole step, and its end, from the weights before it
-        for name, moving in optimizer.moving.items():
+        for name, moving in optimizer.parameters.items():
             taken = [-kappa for kappa in optimizer.last_step.projected_grads]
             back = combined(draw.directions[name], [-own / len(taken) for own in taken])
             whole = combined(draw.directions[name], first.coefficients)
             total = whole.with_coefficient(scale * whole.coefficient + back.coefficient)
             moving.set_perturbations([Shift(total, 1.0)])
         reached.append(closure.outputs().scores_TC.detach() - z)
-        for moving in optimizer.moving.values():
+        for moving in optimizer.parameters.values():
             moving.set_perturbations([])
     along, bend = reached[0] / 1e-3, reached[1] - reached[0] / 1e-3
     assert real > first.promised + 0.01 and more, "the linear model promised too much"
@@ -239,7 +239,7 @@ def test_a_step_is_shortened_to_where_the_loss_of_held_out_rows_is_lowest(kind, 
         other = Scores(model, *held_out) if held_out is not None else None
         optimizer.step(Scores(model, x[:100], labels[:100], other))
         optimizer.merge()
-        told = optimizer.told["round"]
+        told = optimizer.metrics["round"]
         optimizer.close()
         return model[0].weight.detach().clone(), told
 

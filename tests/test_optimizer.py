@@ -114,7 +114,7 @@ def test_an_objective_need_not_be_differentiable(case):
 def test_any_scalar_is_a_loss_and_kappa_is_a_double(make):
     model, losses, scales = Regression(), iter([2.5, 1.25]), []
     optimizer = CASES["mezo"].build(model)
-    (moving,) = optimizer.moving.values()
+    (moving,) = optimizer.parameters.values()
     perturb = moving.set_perturbations
     moving.set_perturbations = lambda shifts: (scales.append([shift.scale for shift in shifts]), perturb(shifts))
     (probe,) = optimizer.measure(lambda: (model.loss(), make(next(losses)))[1], 1e-3)

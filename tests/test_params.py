@@ -230,7 +230,7 @@ def test_experts_are_found_when_asked_for_and_all_of_them_move(case):
     model = tiny_moe()
     assert not any("experts" in name for name in names(model, "all-linear"))
     optimizer = case.build(model, targets=("all-linear", "experts"), lr=1e-2)
-    experts = {n: m.target for n, m in optimizer.moving.items() if "experts" in n}
+    experts = {n: m.target for n, m in optimizer.parameters.items() if "experts" in n}
     assert len(experts) == 4  # two a layer
     before = {name: target.parameter.detach().clone() for name, target in experts.items()}
     directions = {n: optimizer.perturbation.direction(t, DrawKey(0, 0), {}) for n, t in experts.items()}

@@ -241,7 +241,7 @@ def test_a_stack_computed_in_parts_is_the_stack_computed_whole(monkeypatch, name
         model, ids = tiny_opt(), tokens(batch=8, seed=1)
         optimizer = METHODS[name].build(model, lr=1e-2, rank=4, directions="per-example")
         if not whole:
-            size = max(moving.target.shape[0] for moving in optimizer.moving.values()) * 4
+            size = max(moving.target.shape[0] for moving in optimizer.parameters.values()) * 4
             monkeypatch.setattr(block_points, "STACK", part * size if "lozo" in name else 4 * part)
         for _ in range(3):
             optimizer.step(row_losses(model, ids))
@@ -372,7 +372,7 @@ def test_rows_that_read_each_other_are_refused_at_the_first_step():
 
     with pytest.raises(RequestError, match="depends on other rows of the batch"):
         optimizer.step(centred)
-    assert optimizer.num_steps == 0 and not any(moving.state() for moving in optimizer.moving.values())
+    assert optimizer.num_steps == 0 and not any(moving.state() for moving in optimizer.parameters.values())
 
 
 class Sideways(nn.Module):

@@ -51,11 +51,11 @@ def losses_at(optimizer, rows: RowsClosure, *distances: float) -> list[list[floa
     draw, found = optimizer.draw(), []
     for i in range(optimizer.num_directions):
         for distance in distances:
-            for name, moving in optimizer.moving.items():
+            for name, moving in optimizer.parameters.items():
                 moving.set_perturbations([Shift(draw.directions[name][i], distance)])
             with torch.no_grad():
                 found.append(rows.example_losses(1)[0].tolist())
-    for moving in optimizer.moving.values():
+    for moving in optimizer.parameters.values():
         moving.set_perturbations([])
     return found
 
@@ -88,12 +88,12 @@ def test_a_step_is_the_sum_of_the_members_by_their_losses():
     for _ in range(2):  # the second has something to decay
         optimizer.refresh()
         draw = optimizer.draw()
-        kappas, name = literal(losses_at(optimizer, closure, 1e-2)), next(iter(optimizer.moving))
+        kappas, name = literal(losses_at(optimizer, closure, 1e-2)), next(iter(optimizer.parameters))
         estimate: Tensor = sum(k * dense(z) for k, z in zip(kappas, draw.directions[name], strict=True)) / 5
         change = (1 - 5.0 * 0.02) * change - 5.0 * estimate.double()
         optimizer.step(closure)
         assert optimizer.last_step.projected_grads == pytest.approx(kappas, rel=1e-6)
-        ((left, right),) = optimizer.moving[name].trained()
+        ((left, right),) = optimizer.parameters[name].trained()
         torch.testing.assert_close((left @ right.T).double(), change, rtol=1e-4, atol=1e-7)
 
 
@@ -185,7 +185,7 @@ def test_points_that_are_kept_for_a_text_are_those_of_the_perturbations_at_hand(
     monkeypatch.setattr(beside_weight, "block_points", lambda *given: drawn.append(1) or block_points(*given))
 
     def outputs(scales: list[float]) -> list[Tensor]:
-        for name, moving in optimizer.moving.items():
+        for name, moving in optimizer.parameters.items():
             moving.set_perturbations([Shift(directions[name][i], scale) for i, scale in enumerate(scales)])
         with torch.no_grad():
             return [model(input_ids=ids).logits for _ in range(3)]
@@ -194,10 +194,10 @@ def test_points_that_are_kept_for_a_text_are_those_of_the_perturbations_at_hand(
     plain, before = [outputs(scales) for scales in shifts], len(drawn)
     with keeping_points():
         kept = [outputs(scales) for scales in shifts]
-    assert len(drawn) - before == before / 3 == 2 * len(optimizer.moving)
+    assert len(drawn) - before == before / 3 == 2 * len(optimizer.parameters)
     for own, other in zip(kept, plain, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
-    for moving in optimizer.moving.values():
+    for moving in optimizer.parameters.values():
         moving.set_perturbations([])
 
 

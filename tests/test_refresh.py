@@ -35,9 +35,7 @@ REFRESHED = ("tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "head-feedback")
 def built(model: nn.Module, name: str, **options) -> ZerothOrderOptimizer:
     given = {"rank": RANK, "lazy_update_interval": INTERVAL, "basis": "activation", "lr": 3e-2} | options
     optimizer = METHODS[name].build(model, seed=2, **given)
-    optimizer.set_calibration_passes(
-        lambda refresh_step: model(input_ids=tokens(batch=4, length=12, seed=70 + refresh_step))
-    )
+    optimizer.set_passes(lambda refresh_step: model(input_ids=tokens(batch=4, length=12, seed=70 + refresh_step)))
     return optimizer
 
 
@@ -57,7 +55,7 @@ def drawn(optimizer):
     """(each direction of the next step, as a tensor of the shape of its parameter)."""
     found = []
     for name, directions in optimizer.draw().directions.items():
-        target = optimizer.moving[name].target
+        target = optimizer.parameters[name].target
         for direction in directions:
             z = torch.zeros(target.stored_shape, dtype=target.parameter.dtype)
             direction.add_to_(z, 1.0) if z.ndim == 2 else z.add_(next(direction.tiles())[1])
@@ -99,7 +97,7 @@ def test_the_largest_rank_of_a_change_is_known_before_the_first_step(name, optio
 
     def loss():
         nonlocal seen
-        for moving in optimizer.moving.values():
+        for moving in optimizer.parameters.values():
             seen = max(seen, *(0 if own is None else own[0].shape[1] for own in moving.changes()))
         return lm_loss(optimizer.model, tokens(seed=3))()
 
@@ -122,9 +120,9 @@ def test_a_refresh_changes_the_factors_and_not_the_function(make, name, frozen_r
     base = {key: value.clone() for key, value in model.named_parameters()}
     optimizer = built(model, name, frozen_rank=frozen_rank)
     steps(optimizer, 0, INTERVAL)
-    before, factors = outputs(model), {n: m.change.v_NR for n, m in optimizer.moving.items()}
+    before, factors = outputs(model), {n: m.change.v_NR for n, m in optimizer.parameters.items()}
     optimizer.refresh()  # that of the step at which factors change
-    assert all(not torch.equal(m.change.v_NR, factors[n]) for n, m in optimizer.moving.items())
+    assert all(not torch.equal(m.change.v_NR, factors[n]) for n, m in optimizer.parameters.items())
     torch.testing.assert_close(outputs(model), before, rtol=0, atol=1e-12)
     written = any(not torch.equal(value, base[key]) for key, value in model.named_parameters())
     assert written == (frozen_rank is None)
@@ -162,7 +160,7 @@ def test_what_lies_beside_the_base_keeps_to_its_rank_and_the_run_says_what_that_
     after = effective_weights(optimizer)
     base = effective_weights(built(tiny_opt(), "head-feedback"))
     shares = []
-    for name, moving in optimizer.moving.items():
+    for name, moving in optimizer.parameters.items():
         assert isinstance(moving, InForward)
         assert moving.frozen.coefficient.shape[1] == RANK + 1
         share = float((after[name] - before[name]).norm() / (before[name] - base[name]).norm())
@@ -244,7 +242,7 @@ def test_state_after_a_refresh_that_failed_has_the_factors_before_it_too(name):
     with pytest.raises(NonFiniteLossError):
         optimizer.step(lambda: math.nan)
     other.load_state_dict(model.state_dict())
-    fresh.set_calibration_passes(lambda _: pytest.fail("what was seen is in the state"))
+    fresh.set_passes(lambda _: pytest.fail("what was seen is in the state"))
     fresh.load_state_dict(optimizer.state_dict())
     assert steps(fresh, 20, 22) == steps(optimizer, 20, 22)
 

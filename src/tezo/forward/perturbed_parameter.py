@@ -190,12 +190,12 @@ _open: WeakSet[PerturbedParameter] = WeakSet()
 def open_on(parameters: Iterable[Tensor]) -> list[PerturbedParameter]:
     """Returns what perturbs and updates any of these, of optimizers that are not closed."""
     asked = {id(parameter) for parameter in parameters}
-    return [moving for moving in _open if id(moving.target.parameter) in asked]
+    return [each for each in _open if id(each.target.parameter) in asked]
 
 
 def is_changed_beside(parameters: Iterable[Tensor]) -> bool:
     """Returns whether an open optimizer has trained a change of any of these that is not in the stored tensors."""
-    return any(moving.state() for moving in open_on(parameters))
+    return any(each.state() for each in open_on(parameters))
 
 
 def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
@@ -207,21 +207,21 @@ def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
         RequestError: they cannot be added, because the tensors are packed.
     """
     ours = open_on(parameters)
-    if any(moving.owner() is not None and moving.state() for moving in ours):
+    if any(each.owner() is not None and each.state() for each in ours):
         gc.collect()  # its optimizer may be gone but for a cycle
-    left = [moving for moving in ours if moving.owner() is None]
-    changed = [moving for moving in left if keep and moving.state()]
-    for moving in changed:
-        if not moving.target.is_writable:
+    left = [each for each in ours if each.owner() is None]
+    changed = [each for each in left if keep and each.state()]
+    for each in changed:
+        if not each.target.is_writable:
             raise RequestError(
-                f"{moving.target.name} has been tuned by a run or optimizer that is gone, and is packed, so that it "
+                f"{each.target.name} has been tuned by a run or optimizer that is gone, and is packed, so that it "
                 "cannot take the change; load the model again."
             )
     with torch.inference_mode(False), torch.no_grad():
-        for moving in changed:
-            moving.fold()
-    for moving in left:
-        moving.close()
+        for each in changed:
+            each.fold()
+    for each in left:
+        each.close()
     return bool(changed)
 
 

@@ -8,10 +8,11 @@ from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Lazy, Scale
 from tezo.directions.ranks import FixedRank
 from tezo.methods.bases import find_basis
+from tezo.optim.checks import check_rate
 from tezo.optim.estimators.feedback import DirectFeedback
-from tezo.optim.optimizer import StepRule, ZerothOrderOptimizer, check_rate
+from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.options import Common, with_settings
-from tezo.optim.updates import Adam
+from tezo.optim.updates import Adam, StepRule
 
 FEEDBACK_UPDATE = Adam((0.9, 0.999), 1e-8, eps_in_sqrt=False, bias_correction=True)
 """Update rule of feedback steps: torch's Adam with torch's default settings."""

@@ -89,13 +89,13 @@ class GaussNewton(TwoPoint):
     idle_steps = 2  # our choice: one round without a gain may be chance
     tried: Sequence[tuple[Candidate, float]] = ()
 
-    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
-        for name, parameter in moving.items():
+    def prepare(self, model: nn.Module, parameters: Mapping[str, PerturbedParameter], seed: int) -> None:
+        for name, parameter in parameters.items():
             if not parameter.target.is_matrix:
                 raise RequestError(
                     f"method.targets: {name} is no matrix, and gauss-newton combines low-rank directions; leave it out."
                 )
-        super().prepare(model, moving, seed)
+        super().prepare(model, parameters, seed)
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         if not isinstance(closure, RowsClosure):
@@ -186,7 +186,7 @@ class GaussNewton(TwoPoint):
         return Taken(coefficients, {**taken.metrics, **judged})
 
     def _move(self, draw: StepDraw, a_K: Sequence[float]) -> None:
-        for name, parameter in self._moving.items():
+        for name, parameter in self._parameters.items():
             parameter.set_perturbations([Shift(combined(draw.directions[name], a_K), 1.0)])
 
     def accepts(self, probes: int, num_directions: int) -> bool:

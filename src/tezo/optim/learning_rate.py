@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from tezo.directions.products import evaluating
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import Closure
 from tezo.optim.measured_scale import MeasuredScale, Progress, untold
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class ChosenRate:
 
 
 def choose_lr(
-    optimizer: ZerothOrderOptimizer,
+    optimizer: BaseOptimizer,
     batch: Callable[[int], Closure],
     held_out: Callable[[], Sequence[float]],
     held_out_passes: int,
@@ -123,7 +123,10 @@ def choose_lr(
     default = float(optimizer.param_groups[0]["lr"])
     most = MOST_PASSES * optimizer.num_directions if budget is None else budget
     search = _Search(optimizer, batch, held_out, held_out_passes, max(2, min(TRIAL_STEPS, steps // 5)), most, progress)
-    known, optimizer.own_loss = optimizer.own_loss, math.inf  # a rate that destroys the model is no surprise here
+    known, optimizer.unperturbed_loss = (
+        optimizer.unperturbed_loss,
+        math.inf,
+    )  # a rate that destroys the model is no surprise here
     try:
         bound, trials = search.run(measured)
     except BaseException:
@@ -132,7 +135,7 @@ def choose_lr(
             group["lr"] = default
         raise
     finally:
-        optimizer.own_loss = known
+        optimizer.unperturbed_loss = known
     lr, how = _choice(bound, trials, default)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -176,7 +179,7 @@ class _Search:
         start: the parameters that trials start from; None before the first.
     """
 
-    optimizer: ZerothOrderOptimizer
+    optimizer: BaseOptimizer
     batch: Callable[[int], Closure]
     held_out: Callable[[], Sequence[float]]
     held_out_passes: int
@@ -201,7 +204,7 @@ class _Search:
         self.start = self.optimizer.tuned_state()  # after the first draw: it has a basis that is computed from data
         if kappa_sq == 0 or loss == 0:
             return None, ()
-        divisor = self.optimizer.update.divisor(kappa_sq, directions)
+        divisor = self.optimizer.rate_divisor(kappa_sq)
         by_curvature = divisor / curvature if curvature > 0 else 0.0
         first = FIRST_DECREASE * abs(loss) * divisor / kappa_sq
         if self.budget < MOST_PASSES * directions:  # not enough to grow from far below

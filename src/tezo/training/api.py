@@ -181,13 +181,12 @@ def prepare(
 
     def made(settings: Config) -> ZerothOrderOptimizer:
         optimizer = build(settings, model, seed)
-        optimizer.set_calibration_passes(lambda step: closures(step)())
+        optimizer.set_passes(lambda step: closures(step)())
         return optimizer
 
     found = resolve(config, ClosureRows(closures, held_out), made)
     for notice in found.notices:
         logger.info(notice)
-    assert isinstance(found.optimizer, ZerothOrderOptimizer)  # `parse_method` refuses others
     return found.optimizer
 
 

@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from tezo.optim.estimators.estimate import StepRecord
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.folder import LOG, ResumeState, RunFolder
 from tezo.runs.step_log import Rollback
 from tezo.system.errors import RunError
@@ -142,8 +141,7 @@ class BestState:
         self._idle = self._idle + 1 if record.is_idle else 0
 
     def _is_idle(self, steps: int) -> bool:
-        optimizer = self.job.optimizer
-        most = optimizer.idle_steps if isinstance(optimizer, ZerothOrderOptimizer) else None
+        most = self.job.optimizer.idle_steps
         if most is None:
             return False
         judged = self._every and self.settings.chooses_by_dev_rows

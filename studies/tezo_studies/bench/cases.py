@@ -83,7 +83,7 @@ class LibraryCase(Case):
 
     def state_bytes(self) -> int:
         optimizer, model = self._optimizer, self._model
-        roots = (optimizer.perturbation, optimizer.moving, optimizer.moments)
+        roots = (optimizer.perturbation, optimizer.parameters, optimizer.moments)
         return stored_bytes(roots, (*model.parameters(), *model.buffers()))
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ class ActivationBasis(DataBasis[Factors]):
         if source.passes is None:
             raise RequestError(
                 "method.basis: this basis is computed from data, and was given none; call "
-                "optimizer.set_calibration_passes(passes), with a function that runs the model on some training rows, "
+                "optimizer.set_passes(passes), with a function that runs the model on some training rows, "
                 "or set method.basis=gaussian."
             )
         factors: dict[str, Tensor] = {}

@@ -289,7 +289,7 @@ class Estimator(ABC):
     worth their passes; None: any may be."""
 
     @abstractmethod
-    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
+    def prepare(self, model: nn.Module, parameters: Mapping[str, PerturbedParameter], seed: int) -> None:
         """Called once by the optimizer, with the model, the tuned parameters by name and the seed of the run."""
 
     @abstractmethod

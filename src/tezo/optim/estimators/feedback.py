@@ -278,9 +278,9 @@ class DirectFeedback(Estimator):
         self._resumed: Sequence[str] = ()
         self._at_start: list[Target] = []
 
-    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
+    def prepare(self, model: nn.Module, parameters: Mapping[str, PerturbedParameter], seed: int) -> None:
         self._model, self._seed = model, seed
-        self._targets = {name: parameter.target for name, parameter in moving.items()}
+        self._targets = {name: parameter.target for name, parameter in parameters.items()}
 
     def set_factor_store(self, store: FactorStore) -> None:
         self._store = store

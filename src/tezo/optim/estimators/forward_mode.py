@@ -85,7 +85,7 @@ class ForwardGradient(TwoPoint):
 
     def _dual(self, name: str, direction: Direction) -> Tensor:
         """W + epsilon Z as a dual number."""
-        target = self._moving[name].target
+        target = self._parameters[name].target
         tangent = torch.zeros_like(target.parameter.data)
         direction.add_to_(tangent.view(target.stored_shape), 1.0)
         dual: Tensor = forward_ad.make_dual(target.parameter.data, tangent)  # type: ignore[no-untyped-call]

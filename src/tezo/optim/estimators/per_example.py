@@ -114,7 +114,7 @@ class PerExample(TwoPoint):
                 raise NotInBlocksError
             seen += rows
             places = [place(i) for i in examples]
-            for name, parameter in self._moving.items():
+            for name, parameter in self._parameters.items():
                 parameter.set_perturbations([Shift(drawn[name][j], scale, places) for scale in scales])
 
         with self._blocks.before_each_pass(begin):
@@ -124,7 +124,7 @@ class PerExample(TwoPoint):
                     return losses
                 losses = precise(row_losses(closure)).unsqueeze(0)
             finally:
-                for parameter in self._moving.values():
+                for parameter in self._parameters.values():
                     parameter.set_perturbations([])
         if losses.shape[1] != seen:
             raise RequestError(

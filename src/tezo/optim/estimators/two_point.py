@@ -58,11 +58,11 @@ class TwoPoint(Estimator):
         self.rho = rho
         self._processes = ProcessGroup()
 
-    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
+    def prepare(self, model: nn.Module, parameters: Mapping[str, PerturbedParameter], seed: int) -> None:
         del seed
-        self._model, self._moving = model, moving
-        self._in_blocks = all(parameter.in_blocks for parameter in moving.values())
-        self._dense = any(parameter.draws_for_all_blocks for parameter in moving.values())
+        self._model, self._parameters = model, parameters
+        self._in_blocks = all(parameter.in_blocks for parameter in parameters.values())
+        self._dense = any(parameter.draws_for_all_blocks for parameter in parameters.values())
 
     def share_directions(self, processes: ProcessGroup) -> None:
         self._processes = processes
@@ -141,14 +141,14 @@ class TwoPoint(Estimator):
 
     def _set_perturbations(self, drawn: Drawn, points: Sequence[tuple[int, float]]) -> None:
         """Perturbs the j-th block of the rows by scale * Z_i, for the j-th of the points (i, scale); none: no rows."""
-        for name, parameter in self._moving.items():
+        for name, parameter in self._parameters.items():
             parameter.set_perturbations([Shift(drawn[name][index], scale) for index, scale in points])
 
     def _checked(self, probes: tuple[Probe, ...]) -> tuple[Probe, ...]:
         check_finite(probes)
-        if not any(parameter.was_called for parameter in self._moving.values()):
+        if not any(parameter.was_called for parameter in self._parameters.values()):
             raise RequestError(
-                f"the closure runs none of the modules that are tuned, such as {next(iter(self._moving))}; it must "
+                f"the closure runs none of the modules that are tuned, such as {next(iter(self._parameters))}; it must "
                 "call the optimizer's model, and a compiled one only after the optimizer was made."
             )
         return probes

@@ -157,16 +157,15 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         for notice in found.notices:
             logger.warning(notice)
         tuner = found.optimizer
-        assert isinstance(tuner, ZerothOrderOptimizer)  # `parse_method` refuses others
-        if tuner.own_loss is None and rows is not None:
+        if tuner.unperturbed_loss is None and rows is not None:
             with torch.no_grad():
-                tuner.own_loss = float(rows.loss(0).loss())
+                tuner.unperturbed_loss = float(rows.loss(0).loss())
         return tuner
 
     def _built(self, config: Config) -> ZerothOrderOptimizer:
         tuner = build(config, self.model, self.args.seed)
         if self._rows_at_hand:
-            tuner.set_calibration_passes(self._basis_passes)
+            tuner.set_passes(self._basis_passes)
         return tuner
 
     @property
