@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from real_tasks import make, measured, options
 
-from tezo.directions.bases import errors, looks
 from tezo.directions.outputs import Outputs
-from tezo.optim.estimators import gauss_newton
-from tezo.optim.estimators.gauss_newton import GaussNewton, LinearModel
+from tezo.newton import labels, linear_model, recording, step
+from tezo.newton.linear_model import LinearModel
+from tezo.newton.step import GaussNewton, Taken
 
 ROUNDS = {"sst2": 2, "issues": 2}
 LENGTHS = (1.0, 0.5, 0.25, 0.125)
@@ -27,48 +27,48 @@ LENGTHS = (1.0, 0.5, 0.25, 0.125)
 
 def no_biases() -> None:
     """No direction raises a label everywhere."""
-    whole = errors.Layout.of
-    errors.Layout.of = lambda classes, kinds, rank: errors.Layout(whole(classes, kinds, rank).contrasts, kinds, 0)  # type: ignore[method-assign, assignment]
+    whole = labels.Layout.of
+    labels.Layout.of = lambda *given: labels.Layout(whole(*given).contrasts, given[1], 0)  # type: ignore[method-assign, assignment]
 
 
 def every_layer() -> None:
     """Layers are changed wherever they write to."""
-    looks.KEPT_EFFECT = -1e9
+    recording.KEPT_EFFECT = -1e9
 
 
 def no_last_word() -> None:
     """Dev rows shorten no step."""
-    GaussNewton._shortened = lambda _, a_K, *__: a_K  # type: ignore[method-assign]
+    GaussNewton._shortened = lambda _, taken, *__: taken  # type: ignore[method-assign]
 
 
 def whole_steps() -> None:
     """The step of the linear model is taken unmeasured."""
     no_last_word()
 
-    def trusted(self: GaussNewton, model: LinearModel, closure: Any, draw: Any) -> list[float]:
+    def trusted(self: GaussNewton, model: LinearModel, closure: Any, draw: Any) -> Taken:
         del closure, draw
         step = model.best()
-        self.tried, self.told = (), {}
-        return step.coefficients if step.validated < model.loss else [0.0] * model.count
+        self.tried = ()
+        return Taken(step.coefficients if step.validated < model.loss else [0.0] * model.count, {})
 
     GaussNewton._trusted = trusted  # type: ignore[method-assign]
 
 
 def one_ridge() -> None:
     """The ridge is 1, not chosen."""
-    gauss_newton.RIDGES = (1.0,)
+    linear_model.RIDGES = (1.0,)
 
 
 def optimistic() -> None:
     """Slopes of rows that were looked at are taken as they are."""
-    gauss_newton.unseen = lambda slopes_TCK, *_: slopes_TCK
+    step.without_optimism = lambda slopes_TCK, *_: slopes_TCK
 
 
 def losses_alone() -> None:
     """Of each pass its mean loss is kept: a gradient along the same directions, and the best of four step lengths."""
 
-    def trusted(self: GaussNewton, model: LinearModel, closure: Any, draw: Any) -> list[float]:
-        own: Outputs = model.own
+    def trusted(self: GaussNewton, model: LinearModel, closure: Any, draw: Any) -> Taken:
+        own: Outputs = model.outputs
         slopes = model._slopes_TCK / model._unit
         moved = own.scores_TC.double().cpu().unsqueeze(-1) + self.rho * slopes
         labels_T = own.labels_T.cpu()
@@ -80,8 +80,8 @@ def losses_alone() -> None:
             coefficients = (length * whole_K).tolist()
             self._move(draw, coefficients)
             found.append((closure.outputs(own).loss(), coefficients))
-        self.tried, self.told = (), {"round": {"taken": 1.0}}
-        return min(found, key=lambda one: one[0])[1]
+        self.tried = ()
+        return Taken(min(found, key=lambda one: one[0])[1], {"taken": 1.0})
 
     GaussNewton._trusted = trusted  # type: ignore[method-assign]
 

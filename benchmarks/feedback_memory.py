@@ -21,8 +21,8 @@ from tezo_studies.bench.result_files import commit, cpu
 from tezo_studies.bench.shapes import build_model
 from tezo_studies.bench.workload import NoWords
 
+from tezo.methods.head_feedback import head_feedback
 from tezo.optim.estimators.estimate import FEEDBACK, TWO_POINT
-from tezo.optim.methods.head_feedback import head_feedback
 from tezo.runs.environment import versions
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from tezo_studies.bench.result_files import commit
 
-from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.perturbed_parameter import evaluation_mode
+from tezo.directions.products import evaluation_mode, float32_on_emulating_cpu
 from tezo.runs.environment import hardware, threads, versions
 from tezo.training.config import read_config
 from tezo.training.job import prepare

@@ -85,7 +85,7 @@ def measured(model: str, what: dict[str, Any]) -> dict[str, Any]:
     """How a run ended, and what the model writes before and after it."""
     parts = {part: str(EXAMPLE / f"{part}.jsonl") for part in ("dev", "test")}
     reward = f"{EXAMPLE / 'score.py'}:happy"
-    members = patch("tezo.optim.methods.es.Population", Ranked) if "ranks" in what["method"] else nullcontext()
+    members = patch("tezo.methods.es.Population", Ranked) if "ranks" in what["method"] else nullcontext()
     with members:
         run = tezo.train(model, str(EXAMPLE / "train.jsonl"), reward=reward, max_new_tokens=MOST_TOKENS, **parts,
                          **SETTINGS[what["method"]], **what | {"method": what["method"].partition(",")[0]})  # fmt: skip

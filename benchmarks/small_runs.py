@@ -15,7 +15,7 @@ from typing import Any
 
 from tezo_studies.bench.result_files import commit, processor
 
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.runs.environment import versions
 
 LABELLED = {"data.num_train": 160, "data.num_dev": 64, "data.num_test": 64}

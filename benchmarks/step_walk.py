@@ -30,7 +30,7 @@ from tezo.training.listeners import Listener, Progress
 
 SOURCE = str(Path(tezo.__file__).parent)
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ESTIMATORS = ("optim/estimators", "gauss_newton/step.py")
+ESTIMATORS = ("optim/estimators", "newton/step.py")
 """Where the frame of an estimator lies."""
 RUNS: dict[str, dict[str, Any]] = {
     "gauss-newton": {},

@@ -23,7 +23,7 @@ from tezo_studies.cost_tables.meta_models import meta_model
 
 from tezo.directions.targets import select_targets
 from tezo.forecast.memory import memory_of_ways
-from tezo.optim.methods import method
+from tezo.methods import method
 from tezo.system.progress import quiet_libraries
 from tezo.tasks.evaluation import Metrics
 from tezo.training.job import Job

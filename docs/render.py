@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tables import TABLES
 
-from tezo.optim.methods import AUTO, METHODS
+from tezo.methods import AUTO, METHODS
 from tezo.training import recipe
 
 ROOT = Path(__file__).resolve().parents[1]

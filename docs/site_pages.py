@@ -12,14 +12,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from render import ROOT, shown
 
-from tezo.optim.methods import BASELINES, METHODS, Method
+from tezo.methods import BASELINES, METHODS, Method
 from tezo.training.config import recipe_folder
 
 ELSEWHERE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md", "CONTRIBUTING.md": "contributing.md"}
 """Documents outside docs/ -> their page."""
 API = {
     "runs": ("Runs", ("tezo.training",)),
-    "methods": ("Methods", ("tezo.optim.methods",)),
+    "methods": ("Methods", ("tezo.methods",)),
     "optimizers": ("Optimizers", ("tezo.optim.",)),
     "models": ("Models and adapters", ("tezo.models",)),
     "errors": ("Errors", ("tezo.system.errors",)),

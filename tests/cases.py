@@ -8,8 +8,8 @@ import pytest
 from tiny import lm_loss, tokens
 from torch import Tensor, nn
 
-from tezo.forward.low_rank import InForward
-from tezo.optim.methods import METHODS
+from tezo.forward.beside_weight import InForward
+from tezo.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 
 RANK = 3
@@ -116,7 +116,7 @@ def choose(*names: str) -> pytest.MarkDecorator:
 
 def effective_weight(optimizer: ZerothOrderOptimizer, name: str) -> Tensor:
     """What the model computes with between steps: the stored tensor and the change kept beside it."""
-    moving = optimizer.moving[name]
+    moving = optimizer.parameters[name]
     weight = moving.weight.detach().clone()
     if isinstance(moving, InForward):
         for left_MR, right_NR in moving.trained():
@@ -125,7 +125,7 @@ def effective_weight(optimizer: ZerothOrderOptimizer, name: str) -> Tensor:
 
 
 def effective_weights(optimizer: ZerothOrderOptimizer) -> dict[str, Tensor]:
-    return {name: effective_weight(optimizer, name) for name in optimizer.moving}
+    return {name: effective_weight(optimizer, name) for name in optimizer.parameters}
 
 
 def run(optimizer: ZerothOrderOptimizer, start: int, stop: int) -> list[float]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from folders import label_rows, model_folder, write_rows
 
-from tezo.optim.methods import method
+from tezo.methods import method
 from tezo.runs import checkpoints as checkpoint
 from tezo.runs import folder as run_folder
 from tezo.runs import step_log as steplog

@@ -8,7 +8,7 @@ import torch
 from cases import CASES
 from safetensors.torch import load_file
 
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.training.config import parse_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train

@@ -11,9 +11,9 @@ from folders import label_rows, model_folder, settings, tezo, tiny_model, tokeni
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tezo.methods import METHODS
 from tezo.models.lora import attach_adapter, load_adapter, merge_adapter, next_allowed, target_modules
 from tezo.models.saving import export_adapter
-from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
 
@@ -91,7 +91,7 @@ def test_layers_of_unlike_rank_are_padded_to_one(family, tmp_path):
                 left, _, right = torch.linalg.svd(parameter, full_matrices=False)
                 parameter.copy_(left[:, :2] @ right[:2] * 0.5)
     optimizer = tuned(model, "tezo", rank=None)
-    ranks = {n: optimizer.perturbation.rank_of(n) for n in optimizer.moving}
+    ranks = {n: optimizer.perturbation.rank_of(n) for n in optimizer.parameters}
     assert len(set(ranks.values())) > 1
     adapter = export_adapter(optimizer, tmp_path)
     assert adapter.rank == max(ranks.values())
@@ -109,7 +109,7 @@ def test_the_target_modules_mean_the_trained_layers_and_no_others(family, tmp_pa
     for target in METHODS["tezo"].build(base_model(family), rank=2, targets=["all-linear"]).targets[::2]:
         model.get_parameter(target.name).requires_grad_(False)
     optimizer = tuned(model, "tezo-cadam", rank=2)
-    trained = {name.removesuffix(".weight") for name in optimizer.moving}
+    trained = {name.removesuffix(".weight") for name in optimizer.parameters}
     export_adapter(optimizer, tmp_path)
     loaded = peft.PeftModel.from_pretrained(base_model(family), tmp_path)
     adapted = {n for n, m in loaded.base_model.model.named_modules() if hasattr(m, "lora_A")}

@@ -22,8 +22,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DefaultFlowCallback
 
 import tezo
+from tezo.methods import BASELINES, METHODS
 from tezo.models.kinds import ModelConfig
-from tezo.optim.methods import BASELINES, METHODS
 from tezo.runs.text_logs import value_of
 from tezo.system.errors import RequestError, RunError
 from tezo.tasks.row_files import DataConfig

@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from tezo import NonFiniteLossError, RequestError
 from tezo.directions.targets import Target
+from tezo.forward.beside_weight import InForward
 from tezo.forward.in_place import FromCopy
-from tezo.forward.low_rank import InForward
 from tezo.forward.perturbed_parameter import require_writable
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 
 STEPS = INTERVAL + 2  # past a refresh
 FAMILIES = {
@@ -67,7 +67,7 @@ def test_a_tied_embedding_alone_moves_in_the_forward_pass_at_both_its_sites(case
     make, pattern = FAMILIES[family]
     model = make(tied=True)
     optimizer = case.build(model, targets=(pattern,))
-    (moving,) = optimizer.moving.values()
+    (moving,) = optimizer.parameters.values()
     assert isinstance(moving, InForward)
     assert {site.layout for site in moving.target.sites} == {"embedding", "linear"}
     assert_same_trajectory(case, lambda: make(tied=True), targets=(pattern,))
@@ -91,10 +91,10 @@ def test_the_base_is_bit_identical_after_twenty_steps(case, dtype):
 def test_the_base_is_written_at_refreshes_and_at_no_other_step(case):
     model = tiny_opt(torch.bfloat16)
     optimizer = case.build(model, lr=1.0)
-    kept = {name: moving.weight.clone() for name, moving in optimizer.moving.items()}
+    kept = {name: moving.weight.clone() for name, moving in optimizer.parameters.items()}
     for step in range(2 * INTERVAL + 1):
         optimizer.step(lm_loss(model, tokens(seed=step)))
-        now = {name: moving.weight.clone() for name, moving in optimizer.moving.items()}
+        now = {name: moving.weight.clone() for name, moving in optimizer.parameters.items()}
         changed = [name for name in now if not torch.equal(now[name], kept[name])]
         assert bool(changed) == (step in (INTERVAL, 2 * INTERVAL)), (step, changed)
         kept = now
@@ -105,7 +105,7 @@ def test_vectors_come_back_exactly_in_bfloat16(case):
     model = tiny_opt(torch.bfloat16)
     # rho 1e-3 is below the spacing near 1
     optimizer = case.build(model, lr=0.0, rho=0.05, targets=("all",), in_forward=False)
-    vectors = {name: moving for name, moving in optimizer.moving.items() if moving.weight.ndim == 1}
+    vectors = {name: moving for name, moving in optimizer.parameters.items() if moving.weight.ndim == 1}
     assert vectors and all(isinstance(moving, FromCopy) for moving in vectors.values())
     before = {name: moving.weight.clone() for name, moving in vectors.items()}
     loss, shown = lm_loss(model, tokens()), []
@@ -296,7 +296,7 @@ def test_an_input_may_be_passed_by_its_name(method):
         model = ByName(named)
         options = {} if method == "mezo" else {"rank": 4}
         optimizer = METHODS[method].build(model, lr=1e-2, targets=("all",), **options)
-        optimizer.set_calibration_passes(lambda _, model=model: model(x))
+        optimizer.set_passes(lambda _, model=model: model(x))
         losses.append([optimizer.step(lambda model=model: model(x)) for _ in range(3)])
         saved.append(effective_weights(optimizer))
     assert losses[0] == losses[1] and len(set(losses[0])) == 3

@@ -9,8 +9,8 @@ from tiny import lm_loss, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo.directions.perturbation import packed, small_bound, unpacked
-from tezo.optim.methods.first_order import forward_gradient
-from tezo.optim.methods.mezo import mezo, mezo_conservative, sparse_mezo
+from tezo.methods.first_order import forward_gradient
+from tezo.methods.mezo import mezo, mezo_conservative, sparse_mezo
 from tezo.system.errors import RequestError
 
 RISES_AHEAD: Callable[[Tensor], Tensor] = lambda x: torch.where(x < -0.1, 1 + x.abs(), x)  # noqa: E731

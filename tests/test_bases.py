@@ -8,11 +8,12 @@ from safetensors.torch import load_file
 from tiny import lm_loss, sines, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.directions.bases import BASES, activation, find_basis
+from tezo.directions.bases import activation
 from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, finder_bytes, groups
 from tezo.directions.bases.basis import GaussianBasis, input_size
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.head_feedback import head_feedback
+from tezo.methods import METHODS
+from tezo.methods.bases import BASES, find_basis
+from tezo.methods.head_feedback import head_feedback
 from tezo.runs.files import FactorFiles
 from tezo.system.digests import content_hash
 from tezo.system.errors import RequestError
@@ -33,14 +34,14 @@ def seen_inputs(model: nn.Module, batches: list[Tensor], name: str) -> Tensor:
 
 def factors_of(optimizer) -> dict[str, Tensor]:
     """REFRESH_STEP/NAME -> what a basis keeps."""
-    return {name: factor for name, factor in optimizer.perturbation.state().items() if name != "calls"}
+    return {name: factor for name, factor in optimizer.basis.state().items() if name != "calls"}
 
 
 def watched(model: nn.Module, basis: str | ActivationBasis, **options):
     """head-feedback on a tiny language model, whose basis sees two batches; and the batches."""
     batches = [tokens(batch=4, length=12, seed=seed) for seed in (50, 51)]
     optimizer = head_feedback(model, rank=RANK, basis=basis, **options)
-    optimizer.set_calibration_passes(lambda _: [model(input_ids=batch) for batch in batches])
+    optimizer.set_passes(lambda _: [model(input_ids=batch) for batch in batches])
     return optimizer, batches
 
 
@@ -56,7 +57,7 @@ def test_directions_move_a_layer_along_the_leading_inputs_alone(make, name):
     model = make()
     optimizer, batches = watched(model, "activation", lr=1e-2)
     optimizer.step(lm_loss(model, tokens()))
-    moving = optimizer.moving[f"{name}.weight"]
+    moving = optimizer.parameters[f"{name}.weight"]
     left, right = moving.change.factors()
     side = left if moving.target.input_role == "u" else right
     optimizer.close()
@@ -72,11 +73,11 @@ def test_directions_move_a_layer_along_the_leading_inputs_alone(make, name):
 def test_directions_have_unit_variance_whatever_the_basis(name, method):
     model = tiny_opt()
     optimizer = METHODS[method].build(model, rank=RANK, basis=name, scale="unit", lr=1e-3, seed=5)
-    optimizer.set_calibration_passes(lambda _: model(input_ids=tokens(batch=6, length=16, seed=9)))
+    optimizer.set_passes(lambda _: model(input_ids=tokens(batch=6, length=16, seed=9)))
     total, count = 0.0, 0
-    drawn = optimizer.draw().directions
     for step in range(300):
         optimizer.num_steps = step
+        optimizer.refresh()
         drawn = optimizer.draw().directions
         for (direction,) in drawn.values():
             left, right = direction.factors()
@@ -99,8 +100,8 @@ def test_padding_is_not_looked_at():
         lambda _: model(padded, mask),
     ):
         optimizer = head_feedback(model, rank=RANK)
-        optimizer.set_calibration_passes(call)
-        optimizer.draw()
+        optimizer.set_passes(call)
+        optimizer.refresh()
         found.append(factors_of(optimizer))
         optimizer.close()
     assert found[0].keys() == found[1].keys() == found[2].keys()
@@ -112,15 +113,15 @@ def test_padding_is_not_looked_at():
 def test_layers_are_looked_at_in_groups_where_memory_is_short(monkeypatch):
     model = tiny_llama()
     whole, batches = watched(model, "activation")
-    whole.draw()
+    whole.refresh()
     whole.close()
     monkeypatch.setattr(
         "tezo.directions.bases.activation.MOST_BYTES", 8000
     )  # three range finders of 16 x 16 float64 numbers
     parts, _ = watched(model, "activation")
-    parts.draw()
+    parts.refresh()
     parts.close()
-    number = len(list(groups(parts.targets, dict.fromkeys(parts.moving, RANK))))
+    number = len(list(groups(parts.targets, dict.fromkeys(parts.parameters, RANK))))
     assert number > 2
     assert parts.cost_of_basis[0] == number * len(batches) > whole.cost_of_basis[0] == len(batches)
     for name, factor in factors_of(whole).items():
@@ -132,7 +133,7 @@ def test_range_finders_take_a_share_of_the_layers_bytes_within_two_bounds(least,
     monkeypatch.setattr(activation, "LEAST_BYTES", least)
     monkeypatch.setattr(activation, "MOST_BYTES", most)
     optimizer, _ = watched(tiny_llama(), "activation")
-    targets, ranks = optimizer.targets, dict.fromkeys(optimizer.moving, RANK)
+    targets, ranks = optimizer.targets, dict.fromkeys(optimizer.parameters, RANK)
     own = {t.name: finder_bytes(input_size(t), RANK, t.state_dtype) for t in targets}
     allowed = min(most, max(least, sum(t.parameter.nbytes for t in targets) / activation.SHARE))
     found = [[t.name for t in group] for group in groups(targets, ranks)]
@@ -149,13 +150,13 @@ def test_looking_changes_neither_the_model_nor_its_mode():
     model = tiny_opt(dropout=0.5).train()
     before = {name: value.clone() for name, value in model.named_parameters()}
     optimizer, _ = watched(model, "activation")
-    optimizer.draw()
+    optimizer.refresh()
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     hooks = {name: len(m._forward_pre_hooks) for name, m in model.named_modules() if name}
     assert set(hooks.values()) == {0}
     again, _ = watched(tiny_opt().eval(), "activation")  # dropout was off while the basis looked
-    again.draw()
+    again.refresh()
     for name, factor in factors_of(optimizer).items():
         assert torch.equal(factor, factors_of(again)[name])
 
@@ -163,7 +164,7 @@ def test_looking_changes_neither_the_model_nor_its_mode():
 def test_a_basis_looks_at_the_steps_own_batch_where_nothing_else_was_said():
     model, other = tiny_opt(), tiny_opt()
     plain, told = (head_feedback(m, rank=RANK, lazy_update_interval=2) for m in (model, other))
-    told.set_calibration_passes(lambda refresh_step: other(input_ids=tokens(seed=refresh_step)))
+    told.set_passes(lambda refresh_step: other(input_ids=tokens(seed=refresh_step)))
     for step in range(4):
         assert plain.step(lm_loss(model, tokens(seed=step))) == told.step(lm_loss(other, tokens(seed=step)))
     for name, factor in factors_of(plain).items():
@@ -172,10 +173,10 @@ def test_a_basis_looks_at_the_steps_own_batch_where_nothing_else_was_said():
 
 def test_a_basis_that_sees_nothing_says_what_to_do():
     model = tiny_opt()
-    with pytest.raises(RequestError, match=r"call optimizer\.set_calibration_passes\(passes\)"):
-        head_feedback(model, rank=RANK).draw()
+    with pytest.raises(RequestError, match=r"call optimizer\.set_passes\(passes\)"):
+        head_feedback(model, rank=RANK).refresh()
     optimizer = head_feedback(model, rank=RANK)
-    optimizer.set_calibration_passes(lambda _: None)
+    optimizer.set_passes(lambda _: None)
     with pytest.raises(RequestError, match="do not call it"):
         optimizer.step(lm_loss(model, tokens()))
 
@@ -205,12 +206,12 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
     model = tiny_opt()
     optimizer, _ = watched(model, "activation")
     optimizer.set_factor_store(FactorFiles(tmp_path, writes=True))
-    optimizer.draw()
+    optimizer.refresh()
     (path,) = tmp_path.iterdir()
     assert path.name == "basis-0.safetensors"
     blind = head_feedback(tiny_opt(), rank=RANK)
     blind.set_factor_store(FactorFiles(tmp_path, writes=False))
-    blind.draw()
+    blind.refresh()
     for name, factor in factors_of(blind).items():
         assert torch.equal(factor, factors_of(optimizer)[name])
     sound = path.read_bytes()
@@ -219,11 +220,11 @@ def test_what_was_seen_is_kept_in_files_that_are_checked(tmp_path):
         with pytest.raises(RequestError, match=r"basis-0\.safetensors is damaged"):
             FactorFiles(tmp_path, writes=False).load("basis", 0)
     path.write_bytes(sound)
-    assert len(load_file(path)) == len(optimizer.moving)
+    assert len(load_file(path)) == len(optimizer.parameters)
     other = head_feedback(tiny_opt(), rank=RANK + 1)
     other.set_factor_store(FactorFiles(tmp_path, writes=False))
     with pytest.raises(RequestError, match="is not of the shape"):
-        other.draw()
+        other.refresh()
 
 
 def test_factors_of_rank_one_are_hashed_whatever_their_strides():

@@ -22,7 +22,7 @@ from cases import (
 from tiny import VOCAB, Regression, lm_loss, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 
 MIDDLE = INTERVAL + 2  # of a refresh period
@@ -69,7 +69,7 @@ def test_it_minimises_a_quadratic_over_the_span_of_its_factors(case):
     optimizer = case.build(model)
     for _ in range(500):
         optimizer.step(model.loss)
-    (moving,) = optimizer.moving.values()
+    (moving,) = optimizer.parameters.values()
     terms = torch.stack([(x @ v)[:, None] * u for u, v in zip(moving.change.u_MR.T, moving.change.v_NR.T, strict=True)])
     assert len(terms) == RANK
     design = terms.flatten(1).T
@@ -93,7 +93,7 @@ def test_a_step_of_size_zero_changes_nothing(case):
 
 def _exact(case: Case, optimizer: ZerothOrderOptimizer, name: str) -> bool:
     """In the forward pass and from a copy, the parameter comes back to the bit; in place, to rounding."""
-    moving = optimizer.moving.get(name)
+    moving = optimizer.parameters.get(name)
     return moving is None or moving.weight.ndim == 1 or (case.low_rank and "positions" not in name)
 
 
@@ -193,7 +193,7 @@ def test_frozen_parameters_are_not_touched(case):
 def test_tied_weights_are_one_parameter_and_move_once(case):
     model = tiny_llama(tied=True)
     optimizer = case.build(model, targets=("all",))
-    (shared,) = [name for name, moving in optimizer.moving.items() if moving.weight.shape == (VOCAB, 16)]
+    (shared,) = [name for name, moving in optimizer.parameters.items() if moving.weight.shape == (VOCAB, 16)]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert embedding.weight is head.weight
     before = effective_weights(optimizer)[shared]

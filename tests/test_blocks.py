@@ -56,7 +56,7 @@ class Repeated(WholeLosses):
 def follow(case: Case, model: nn.Module, together: bool, **options) -> tuple[Tensor, dict[str, Tensor], list[int]]:
     """(both losses of every step, the weights after the last, models in each pass)."""
     optimizer = case.build(model, lr=1e-3, **options)
-    optimizer.own_loss = math.inf
+    optimizer.unperturbed_loss = math.inf
     losses, passes = [], []
     for step in range(STEPS):
         closure = Repeated(model, tokens(seed=step), passes)
@@ -231,7 +231,7 @@ def test_a_shift_below_the_spacing_of_a_bfloat16_norm_weight_reaches_the_loss(ca
         norm.weight.fill_(1.0)
     outputs: list[Tensor] = []
     optimizer = case.build(model, lr=0.0, rho=1e-3, targets=("decoder.final_layer_norm.weight",))
-    assert len(optimizer.moving) == 1
+    assert len(optimizer.parameters) == 1
 
     def closure() -> float:
         outputs.append(norm(torch.randn(4, 64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()).float())
@@ -245,7 +245,7 @@ def test_a_shift_below_the_spacing_of_a_bfloat16_norm_weight_reaches_the_loss(ca
 def test_each_model_of_a_pass_draws_dense_noise_once_for_both_signs():
     model = Regression()
     optimizer = CASES["mezo"].build(model)
-    optimizer.own_loss = math.inf
+    optimizer.unperturbed_loss = math.inf
     calls: list[str] = []
     draw = random.fill_normal_
 

@@ -25,7 +25,7 @@ from folders import (
 )
 from safetensors.torch import load_file, save_file
 
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.runs.words import work_text
 from tezo.tasks.examples import MOST_TEXT
 from tezo.training.recipe import TrainConfig

@@ -54,7 +54,7 @@ def test_a_compiled_model_is_looked_at_for_a_basis_and_looked_at_anew():
     for way in (compiled, lambda model: model):
         optimizer = CASES["head-feedback"].build(tiny_opt(), basis="activation", lazy_update_interval=3)
         called = way(optimizer.model)
-        optimizer.set_calibration_passes(lambda _, called=called: called(tokens(seed=100)))
+        optimizer.set_passes(lambda _, called=called: called(tokens(seed=100)))
         losses[way] = [optimizer.step(lm_loss(called, tokens(seed=step))) for step in range(3)]
         made = graphs()
         losses[way] += [optimizer.step(lm_loss(called, tokens(seed=step))) for step in range(3, MANY)]

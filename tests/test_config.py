@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
+from tezo.methods import METHODS, Rate
 from tezo.models.kinds import ModelConfig
-from tezo.optim.methods import METHODS, Rate
 from tezo.system.errors import RequestError
 from tezo.tasks.row_files import DataConfig
 from tezo.training.config import dump_config, parse_config, parse_setting, read_config

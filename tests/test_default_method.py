@@ -9,7 +9,7 @@ from kills import contents
 from short_runs import stopped
 
 import tezo
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.runs.step_log import read_log
 from tezo.tasks.evaluation import evaluate
 from tezo.training import best_state

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tezo.directions.spaces import Dense
-from tezo.optim.methods.mezo import mezo
+from tezo.methods.mezo import mezo
 
 RHO = 1e-3
 FEW, MANY = 12, 100
@@ -73,7 +73,8 @@ def evaluated(make: Callable[[int, int], nn.Module], x_TN: Tensor, step: int = 0
     model = nn.Sequential(make(40, x_TN.shape[1]))
     optimizer = mezo(model, lr=0.0, rho=RHO, targets=("0.weight",))
     optimizer.num_steps = step
-    optimizer.own_loss = math.inf  # no third pass, of the model itself
+    optimizer.unperturbed_loss = math.inf  # no third pass, of the model itself
+    optimizer.refresh()
     (direction,) = optimizer.draw().directions["0.weight"]
     assert isinstance(direction, Dense)
     z = torch.cat([values.double() for _, values in direction.tiles()])

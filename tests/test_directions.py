@@ -12,7 +12,7 @@ from tiny import lm_loss, tiny_opt, tokens
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.spaces import CP, Core, Dense, Direction, FixedCoefficient, LowRank, TransposedLowRank
 from tezo.directions.targets import select_targets
 from tezo.optim.optimizer import ZerothOrderOptimizer
@@ -87,10 +87,10 @@ class Observer:
 
 
 def shuffle(optimizer: ZerothOrderOptimizer, step: int) -> None:
-    items = list(optimizer.moving.items())
+    items = list(optimizer.parameters.items())
     random.Random(step).shuffle(items)
-    optimizer.moving.clear()
-    optimizer.moving.update(items)
+    optimizer.parameters.clear()
+    optimizer.parameters.update(items)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -137,7 +137,7 @@ def test_at_a_refresh_momentum_is_projected_and_the_new_direction_is_the_one_mea
     for _ in range(INTERVAL):
         _, before, _ = observer.step()
     z, change, kappa = observer.step()
-    for name, moving in optimizer.moving.items():
+    for name, moving in optimizer.parameters.items():
         v_NR = moving.change.v_NR
         onto_new = v_NR @ v_NR.T / (v_NR.shape[0] / rank)
         expected = beta * before[name] @ onto_new - lr * (1 - beta) * kappa * z[name]

@@ -25,13 +25,13 @@ from tezo.forecast.memory import (
     memory_of_model,
     pass_peak,
 )
+from tezo.methods import METHODS
+from tezo.methods.first_order import adam
+from tezo.methods.tezo import tezo as plain_tezo
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import load_model
 from tezo.models.peft import add_adapter
 from tezo.models.quantization import stored_bytes
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.first_order import adam
-from tezo.optim.methods.tezo import tezo as plain_tezo
 from tezo.runs import environment
 from tezo.system.errors import RequestError
 
@@ -75,7 +75,7 @@ def test_forecasts_are_what_a_step_keeps(home, family):
         )
         changes = sum(value.nbytes for value in factors)
         if not changes and forecast.method == "tezo-adam":  # keeps a zero coefficient that it never moves
-            changes = sum(4 * optimizer.perturbation.rank_of(name) for name in optimizer.moving)
+            changes = sum(4 * optimizer.perturbation.rank_of(name) for name in optimizer.parameters)
         moments = sum(value.nbytes for key, value in state.items() if key.startswith("update/"))
         assert forecast.kept == optimizer.factor_bytes + changes + moments, forecast.method
         assert forecast.trained == sum(target.parameter.numel() for target in optimizer.targets)

@@ -10,12 +10,15 @@ from label_scores import Scores, Stream40, noise, rows, softmax_model
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from tezo.directions.bases import errors as looking
-from tezo.directions.bases.errors import ErrorBasis, Layout, common, contrasts, regress
-from tezo.directions.bases.looks import Nudges
+from tezo.directions.bases.basis import Source
 from tezo.directions.outputs import Outputs, fitted_bias
 from tezo.directions.targets import select_targets
-from tezo.optim.methods.gauss_newton import gauss_newton
+from tezo.methods.gauss_newton import gauss_newton
+from tezo.newton import basis as looking
+from tezo.newton import labels as regressions
+from tezo.newton.basis import ErrorBasis
+from tezo.newton.labels import Layout, common, contrasts, regress
+from tezo.newton.recording import AddedVectors
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
@@ -33,7 +36,7 @@ def test_a_regression_is_of_the_lambda_with_the_best_signal_of_unseen_places():
     x, e = x - x.mean(0), e + x @ noise(12, 2, seed=42)
     e = e - e.mean(0)
     signals = {}
-    for ridge in looking.RIDGES:
+    for ridge in regressions.RIDGES:
         scaled = ridge * float((x @ x.T).diagonal().mean())
         unseen = torch.empty_like(e)
         for i in range(30):  # each place by the regression of all others, with this lambda
@@ -99,11 +102,10 @@ def test_vectors_that_raise_a_class_are_measured_and_the_layers_that_write_the_s
     x, labels = rows(60, 5, 3, seed=70)
     closure = Scores(model, x, labels)
     targets = {t.name: t for t in select_targets(model, ("all",))}
-    nudges = Nudges(model, closure, closure.places(), closure.outputs(), 0)
-    stream = nudges.stream(targets["last.weight"], 1.0)
-    names, stream = nudges.writers(list(targets.values()), stream)
-    assert names == ["first.weight", "last.weight"]
-    raised = model.head_CM @ stream  # (C, C): what each vector does
+    added = AddedVectors(model, closure, closure.places(), closure.outputs(), 0)
+    found = added.acting(list(targets.values()), added.class_vectors(targets["last.weight"], 1.0))
+    assert found.layers == ["first.weight", "last.weight"]
+    raised = model.head_CM @ found.vectors_MC  # (C, C): what each vector does
     raised = raised - raised.mean(0)
     assert torch.allclose(raised.diagonal(), torch.full((3,), 2 / 3, dtype=torch.float64), atol=0.2)
     assert bool((raised.argmax(0) == torch.arange(3)).all())
@@ -115,9 +117,9 @@ def test_fewer_places_than_layers_are_given_to_the_last_layers(count):
     model = Stream()
     closure = Scores(model, *rows(count, 5, 3, seed=71))
     targets = {t.name: t for t in select_targets(model, ("all",))}
-    nudges = Nudges(model, closure, closure.places(), closure.outputs(), 0)
-    names, stream = nudges.writers([*targets.values()], nudges.stream(targets["last.weight"], 1.0))
-    assert bool(stream.isfinite().all()) and "last.weight" in names and len(names) <= count
+    added = AddedVectors(model, closure, closure.places(), closure.outputs(), 0)
+    found = added.acting([*targets.values()], added.class_vectors(targets["last.weight"], 1.0))
+    assert bool(found.vectors_MC.isfinite().all()) and "last.weight" in found.layers and len(found.layers) <= count
 
 
 @pytest.mark.parametrize(("classes", "kinds", "rank"), [(2, 2, 16), (6, 2, 16), (8, 2, 16), (8, 1, 6), (2, 2, 3)])
@@ -127,7 +129,7 @@ def test_columns_have_one_meaning_and_directions_are_proposed_along_all_of_them(
     biases = list(range(rank)[layout.bias])
     assert sorted([*used, *biases]) == list(range(len(used) + len(biases))) and len(used) + len(biases) <= rank
     assert layout.biases == min(classes - 1, rank // 3) and 1 <= layout.contrasts <= classes - 1
-    proposed = layout.proposed(torch.linspace(1, 0.5, layout.contrasts, dtype=torch.float64), rank)
+    proposed = layout.proposals(torch.linspace(1, 0.5, layout.contrasts, dtype=torch.float64), rank)
     assert proposed.shape == (layout.biases + kinds + layout.contrasts * (layout.contrasts > 1), rank)
     assert bool(proposed[:, used + biases].any(0).all()), "a column that no direction moves"
     assert not bool(proposed[: layout.biases][:, used].any()) and not bool(proposed[layout.biases :][:, biases].any())
@@ -158,7 +160,7 @@ def test_what_is_foretold_without_a_row_is_what_the_regression_of_the_others_say
     e = e - e.mean(0)
     (found,) = regress([x.float()], e)
     turns = contrasts(3)
-    fitted, without = found.foretold(turns)
+    fitted, without = found.predicted(turns)
     assert torch.allclose(fitted, x @ found.along(turns), atol=1e-4)
     assert torch.allclose(fitted.square().mean(0), torch.ones(2, dtype=torch.float64), rtol=1e-4)
     assert torch.allclose(without * (x @ found.w_IE.double() @ turns).square().mean(0).sqrt(), found.unseen_PE @ turns)
@@ -172,9 +174,9 @@ def test_rows_without_a_signal_are_looked_at_and_a_layer_without_one_has_no_part
         labels = torch.randint(2, (48,), generator=torch.Generator().manual_seed(seed))
         optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
         optimizer.step(Scores(model, x, labels))
-        basis = optimizer.perturbation.basis
-        signals += basis.signal.values()
-        assert bool(basis.collected(0).factors["layer.weight"][:, foretelling].any()) == (signals[-1] > 0)
+        basis = optimizer.basis
+        signals += basis.at(0).signals.values()
+        assert bool(basis.at(0).inputs["layer.weight"][:, foretelling].any()) == (signals[-1] > 0)
         optimizer.close()
     assert len(signals) == 6 and min(signals) < 0 < max(signals)
 
@@ -183,16 +185,17 @@ def test_what_raises_labels_is_measured_once_and_inputs_at_each_step():
     model, x = Stream40(), noise(400, 40, seed=90)
     labels = (x[:, 3] - x[:, 17] > 0).long()
     optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
-    basis, found = optimizer.perturbation.basis, []
+    basis, found = optimizer.basis, []
     optimizer.set_rows(lambda step, count: Scores(model, x[step * 10 : step * 10 + count], labels[step * 10 :][:count]))
     for step in range(3):
         optimizer.step(Scores(model, x[300:], labels[300:]))
-        found.append((basis.cost[0], basis.collected(step).factors))
+        found.append((basis.cost[0], basis.at(step)))
     assert [calls for calls, _ in found] == [4, 5, 6]  # outputs, two passes with added vectors, more rows
-    first, second, third = (factors for _, factors in found)
-    for name in (looking.STREAM, looking.WRITERS):
-        assert torch.equal(first[name], second[name]) and torch.equal(first[name], third[name])
-    assert not torch.equal(first["layer.weight"], second["layer.weight"])
+    first, *later = (look for _, look in found)
+    for look in later:
+        assert torch.equal(first.class_vectors.vectors_MC, look.class_vectors.vectors_MC)
+        assert first.class_vectors.layers == look.class_vectors.layers
+        assert not torch.equal(first.inputs["layer.weight"], look.inputs["layer.weight"])
     save({key: own for key, own in optimizer.resumable_state().items() if isinstance(own, Tensor)})  # none is shared
     optimizer.close()
 
@@ -203,13 +206,13 @@ def test_what_raises_labels_is_measured_anew_where_they_need_a_bias_still(shift)
     model, x = Stream40(), noise(400, 40, seed=90)
     labels = (x[:, 3] - x[:, 17] > 0).long()
     optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
-    basis, found, calls = optimizer.perturbation.basis, [], []
+    basis, found, calls = optimizer.basis, [], []
     optimizer.set_rows(lambda _, count: Scores(model, x[:count], labels[:count]))
     for step in range(3):
         if step == 2:  # something else makes one label likelier everywhere
             model.register_forward_hook(lambda _, __, scores: scores + torch.tensor([shift, 0.0]))
         optimizer.step(Scores(model, x[300:], labels[300:]))
-        found.append(basis.collected(step).factors[looking.STREAM])
+        found.append(basis.at(step).class_vectors.vectors_MC)
         calls.append(basis.cost[0])
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[1], found[2]) == (not shift) and calls == [4, 5, 10 if shift else 6]
@@ -222,7 +225,7 @@ def test_labels_need_a_bias_where_it_lowers_the_loss_by_a_tenth(shift, expected)
     scores = x @ noise(6, 2, seed=71) / 4 + torch.tensor([shift, 0.0])
     own = Outputs(scores - fitted_bias(Outputs(scores - torch.tensor([shift, 0.0]), labels, labels, shared=True)),
                   labels, torch.arange(400), shared=True)  # fmt: skip
-    assert looking.is_biased(own) == expected
+    assert regressions.is_biased(own) == expected
 
 
 def test_rows_that_are_all_seen_by_the_first_look_are_not_looked_at_again(monkeypatch):
@@ -232,10 +235,10 @@ def test_rows_that_are_all_seen_by_the_first_look_are_not_looked_at_again(monkey
     for count, calls in ((256, 3), (200, 4)):  # 200: as if there were more than the first look wants
         monkeypatch.setattr(looking, "LEAST_ROWS", count)
         optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
-        basis = optimizer.perturbation.basis
+        basis = optimizer.basis
         optimizer.set_rows(lambda *_: Scores(model, x, labels))
-        optimizer.draw()
-        factors.append(basis.collected(0).factors)
+        optimizer.refresh()
+        factors.append(basis.at(0).to_tensors())
         assert basis.cost[0] == calls
         optimizer.close()
     for name, value in factors[0].items():
@@ -258,12 +261,14 @@ def test_a_look_has_the_rows_of_its_step_first_where_dev_rows_judge_and_others_e
         assert len(job.train) == 40 * (1 - hold_out)
         looked, stepped = looked_and_stepped(job.config, job.format, len(job.train), judged=bool(job.dev))
         assert looked == stepped == range(30) if both else not {*looked} & {*stepped}
-        _, rows_of = job.optimizer.perturbation.basis._source
+        basis, rows_of = job.optimizer.basis, job.optimizer._rows
         for step in (0, 3):
             own = job.objective.closure(job.model, job.batches(job.sampler().rows(step))).outputs()
             rows = rows_of(step, 20)
             with torch.no_grad():
-                seen, told = rows.outputs(), job.optimizer.perturbation.basis.foretold(step)
+                seen = rows.outputs()
+                basis.refresh(step, Source(job.model, None, rows_of))
+            told = basis.predictions(step)
             assert len(seen.example_T.unique()) == min(20, len(looked))
             assert rows.stepped == (8 if both else 0)
             if both:
@@ -276,8 +281,8 @@ def test_a_look_has_the_rows_of_its_step_first_where_dev_rows_judge_and_others_e
 def test_a_basis_without_rows_says_what_to_do():
     optimizer = gauss_newton(softmax_model(), rank=2)
     with pytest.raises(RequestError, match=r"optimizer\.set_rows"):
-        optimizer.draw()
-    assert isinstance(optimizer.perturbation.basis, ErrorBasis)
+        optimizer.refresh()
+    assert isinstance(optimizer.basis, ErrorBasis)
     optimizer.close()
 
 
@@ -303,8 +308,8 @@ def test_what_a_look_finds_does_not_depend_on_how_rows_are_cut_into_passes(tmp_p
         job = job_of(tmp_path, "labels", 0.25, "llama")
         batches = job.objective.batches(job.train, most)
         job.optimizer.set_rows(lambda *_, job=job, batches=batches: job.objective.closure(job.model, batches))
-        job.optimizer.draw()
-        found.append(job.optimizer.perturbation.basis.collected(0).factors)
+        job.optimizer.refresh()
+        found.append(job.optimizer.basis.at(0).inputs)
         job.optimizer.close()
     for name in (name for name in found[0] if name.endswith("weight") and found[0][name].any()):
         assert (found[0][name] - found[1][name]).norm() < 1e-2 * found[0][

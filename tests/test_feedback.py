@@ -12,11 +12,11 @@ from tiny import Regression, lm_loss, tiny_bert, tiny_gpt2, tiny_llama, tiny_moe
 from torch import Tensor, nn
 
 from tezo import export_adapter
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.targets import select_targets
+from tezo.methods.head_feedback import head_feedback
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.optim.estimators.feedback import last_errors, last_hidden, residual_writers
-from tezo.optim.methods.head_feedback import head_feedback
 from tezo.runs.files import FactorFiles
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.tasks.examples import Example
@@ -129,7 +129,7 @@ def test_a_phase_that_tells_no_layers_apart_has_those_of_the_start(tmp_path):
             for name, weight in model.named_parameters():
                 weight.mul_(1e12 if name.endswith("dense.weight") else 0.0 if name.endswith("dense.bias") else 1.0)
         optimizer.step(closure, rule="feedback")
-        return list(store.load("feedback", 0).factors)
+        return list(store.load("feedback", 0).tensors)
 
     assert sorted({name.split(".", 4)[-1] for name in grown(checked=True)}) == [
         "attention.output.dense.weight",
@@ -155,9 +155,9 @@ def test_of_the_last_layer_the_gradient_is_the_true_one(dtype, tmp_path):
     loss = closure()
     (whole,) = torch.autograd.grad(loss, model.get_parameter(name))
     assert optimizer.step(closure, rule="feedback") == pytest.approx(float(loss.detach()))
-    found = FactorFiles(tmp_path, writes=False).load("feedback", 0).factors
-    torch.testing.assert_close(found[name], whole @ optimizer.moving[name].change.v_NR, rtol=1e-4, atol=1e-6)
-    assert set(found) == {n for n in optimizer.moving if n.endswith(("out_proj.weight", "fc2.weight"))}
+    found = FactorFiles(tmp_path, writes=False).load("feedback", 0).tensors
+    torch.testing.assert_close(found[name], whole @ optimizer.parameters[name].change.v_NR, rtol=1e-4, atol=1e-6)
+    assert set(found) == {n for n in optimizer.parameters if n.endswith(("out_proj.weight", "fc2.weight"))}
 
 
 def test_steps_are_those_of_torchs_adam_on_the_coefficients(tmp_path):
@@ -166,14 +166,14 @@ def test_steps_are_those_of_torchs_adam_on_the_coefficients(tmp_path):
     optimizer.set_factor_store(store)
     for step in range(4):
         optimizer.step(closure_of(model, seed=step, batch=16), rule="feedback")
-    for name, g in store.load("feedback", 0).factors.items():
+    for name, g in store.load("feedback", 0).tensors.items():
         a_MR = nn.Parameter(torch.zeros_like(g))
         reference = torch.optim.AdamW([a_MR], lr=LR * SCALE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
         for step in range(4):
-            a_MR.grad = store.load("feedback", step).factors[name]
+            a_MR.grad = store.load("feedback", step).tensors[name]
             reference.step()
-        torch.testing.assert_close(optimizer.moving[name].change.coefficient, a_MR.detach())
-    others = [m for name, m in optimizer.moving.items() if name not in store.load("feedback", 0).factors]
+        torch.testing.assert_close(optimizer.parameters[name].change.coefficient, a_MR.detach())
+    others = [m for name, m in optimizer.parameters.items() if name not in store.load("feedback", 0).tensors]
     assert others and not any(m.trained() for m in others)
 
 
@@ -182,11 +182,11 @@ def test_a_later_phase_begins_like_the_first(tmp_path):
     optimizer, store = built(model), FactorFiles(tmp_path, writes=True)
     optimizer.set_factor_store(store)
     walk(optimizer, model, "fffz")
-    before = {name: moving.change.coefficient.clone() for name, moving in optimizer.moving.items()}
+    before = {name: moving.change.coefficient.clone() for name, moving in optimizer.parameters.items()}
     walk(optimizer, model, "f", 4)
-    for name, g in store.load("feedback", 4).factors.items():
+    for name, g in store.load("feedback", 4).tensors.items():
         first = before[name] - LR * SCALE * g / (g.abs() + 1e-8)
-        torch.testing.assert_close(optimizer.moving[name].change.coefficient, first)
+        torch.testing.assert_close(optimizer.parameters[name].change.coefficient, first)
 
 
 def test_new_factors_in_a_phase_take_the_moments_of_zeroth_order_steps_along():
@@ -196,7 +196,7 @@ def test_new_factors_in_a_phase_take_the_moments_of_zeroth_order_steps_along():
     before = {name: state["exp_avg"].clone() for name, state in optimizer.moments["two-point"].items()}
     walk(optimizer, model, "f", 3)
     for name, state in optimizer.moments["two-point"].items():
-        direction = optimizer.perturbation.direction(optimizer.moving[name].target, DrawKey(0, 3), {})
+        direction = optimizer.perturbation.direction(optimizer.parameters[name].target, DrawKey(0, 3), {})
         torch.testing.assert_close(state["exp_avg"], direction.carry_over(before[name]))
         assert not torch.allclose(state["exp_avg"], before[name])
 
@@ -248,7 +248,7 @@ def test_it_goes_on_from_its_state_to_the_bit(stop):
     records = walk(begun, first, kinds[:stop])
     second.load_resumable_state({k: v.clone() for k, v in begun.resumable_state().items()}, records)
     walk(second, models[1], kinds[stop:], stop)
-    for name in whole.moving:
+    for name in whole.parameters:
         assert torch.equal(effective_weight(second, name), effective_weight(whole, name))
     assert second.num_forward_passes == whole.num_forward_passes
 
@@ -272,7 +272,7 @@ def test_it_is_taken_again_from_what_was_kept_and_not_without(tmp_path):
         again.replay(records[1])
     (tmp_path / "aside").rename(tmp_path / "feedback-3.safetensors")
     again.replay(records[3])
-    for name in whole.moving:
+    for name in whole.parameters:
         assert torch.equal(effective_weight(again, name), effective_weight(whole, name))
     assert again.num_forward_passes == whole.num_forward_passes
 
@@ -284,7 +284,7 @@ def test_the_torch_interface_takes_its_state_along():
     second.load_state_dict(whole.state_dict())
     for optimizer, model in zip((whole, second), models, strict=True):
         walk(optimizer, model, "fz", 2)
-    for name in whole.moving:
+    for name in whole.parameters:
         assert torch.equal(effective_weight(second, name), effective_weight(whole, name))
 
 
@@ -318,7 +318,7 @@ def test_an_adapter_of_peft_takes_feedback_where_it_ends_in_the_residual_stream(
     optimizer = built(model, rank=2, targets=["all"], basis="gaussian")
     before = {name: p.clone() for name, p in model.named_parameters()}
     walk(optimizer, model, "ff")
-    moved = [name for name, moving in optimizer.moving.items() if moving.state()]
+    moved = [name for name, moving in optimizer.parameters.items() if moving.state()]
     assert moved and all("fc2.lora_B" in name for name in moved)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
@@ -335,7 +335,7 @@ def test_what_cannot_be_done_is_said_and_nothing_moves():
     with pytest.raises(NonFiniteLossError):
         optimizer.step(lambda: closure_of(model)() * math.nan, rule="feedback")
     assert optimizer.num_steps == optimizer.num_forward_passes == 0
-    assert not any(moving.trained() for moving in optimizer.moving.values())
+    assert not any(moving.trained() for moving in optimizer.parameters.values())
     optimizer.close()
     with pytest.raises(RequestError, match="no tuned layer"):
         built(model, targets=["q_proj"]).step(closure_of(model), rule="feedback")

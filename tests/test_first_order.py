@@ -11,7 +11,7 @@ from folders import label_rows, model_folder, read_jsonl, refused, settings, tez
 from peft import PeftModel
 from tiny import lm_loss, tiny_opt, tokens
 
-from tezo.optim.methods.first_order import adam
+from tezo.methods.first_order import adam
 from tezo.system.errors import NonFiniteLossError, RequestError, RunError
 
 

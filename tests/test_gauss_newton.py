@@ -8,12 +8,12 @@ from label_scores import Scores, Stream40, noise, rows, softmax_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tezo.directions.bases.basis import Foretold
+from tezo.directions.bases.basis import Predictions
 from tezo.directions.outputs import Outputs, change
 from tezo.forward.perturbed_parameter import Shift
-from tezo.optim.estimators import gauss_newton as estimator
-from tezo.optim.estimators.gauss_newton import LinearModel, combined, unseen
-from tezo.optim.methods.gauss_newton import gauss_newton
+from tezo.methods.gauss_newton import gauss_newton
+from tezo.newton.linear_model import PARTS, LinearModel, without_optimism
+from tezo.newton.step import combined
 from tezo.system.errors import RequestError
 
 
@@ -85,7 +85,7 @@ def test_slopes_lose_what_is_foretold_of_their_own_rows_alone_as_far_as_it_is_re
 
     def found(slopes: Tensor, *foretold: Tensor, order: Tensor = order) -> Tensor:
         own = Outputs(slopes[..., 0].clone(), torch.zeros(len(slopes)).long(), order, shared=True)
-        return unseen(slopes, own, Foretold(*foretold))
+        return without_optimism(slopes, own, Predictions(*foretold))
 
     optimism = fitted - without
     for real, part in ((1.0, 1.0), (0.5, 0.5), (0.7, 0.2), (0.7, 0.0), (0.0, 0.4)):
@@ -108,7 +108,7 @@ def fresh_losses(labels_of, *, honest: bool = True) -> tuple[float, float]:
         labels = labels_of(x, seed)
         optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
         if not honest:
-            optimizer.perturbation.foretold = lambda _: None
+            optimizer.perturbation.predictions = lambda _: None
         fresh = Scores(model, x[48:], labels[48:])
         before.append(fresh.outputs().loss())
         optimizer.step(Scores(model, x[:48], labels[:48]))
@@ -138,10 +138,11 @@ def test_where_scores_are_linear_a_step_is_the_minimum_that_it_promises():
     closure = Scores(model, x, labels)
     optimizer = gauss_newton(model, num_directions=24, rank=3, basis="gaussian", rho=1e-3)
     before = closure.outputs().loss()
+    optimizer.refresh()
     (direction,) = (own[0] for own in optimizer.draw().directions.values())
     best = lowest_in_the_span(model[0].weight.detach().clone(), direction.u_MR, direction.v_NR, x, labels)
     assert optimizer.step(closure) == pytest.approx(before)
-    (candidate, real), *_ = optimizer._two_point.tried
+    (candidate, real), *_ = optimizer.estimator.tried
     after = closure.outputs().loss()
     assert real == pytest.approx(candidate.promised, abs=1e-7) and after == pytest.approx(real, abs=1e-12)
     assert optimizer.last_step.forward_passes == 24 + 2
@@ -188,7 +189,7 @@ def test_a_step_never_raises_the_loss_of_its_rows():
         before = closure.outputs().loss()
         optimizer.step(closure)
         assert closure.outputs().loss() <= before
-        reals = [real for _, real in optimizer._two_point.tried]
+        reals = [real for _, real in optimizer.estimator.tried]
         assert 1 <= len(reals) <= 2
     optimizer.close()
 
@@ -199,28 +200,29 @@ def test_a_longer_step_than_the_model_bears_is_shortened():
     closure = Scores(model, x, labels)
     optimizer = gauss_newton(model, num_directions=24, rank=3, basis="gaussian", rho=1e-3)
     z = closure.outputs().scores_TC.detach()
+    optimizer.refresh()
     draw = optimizer.draw()
     optimizer.step(closure)
-    (first, real), *more = optimizer._two_point.tried
+    (first, real), *more = optimizer.estimator.tried
     reached = []
     for scale in (1e-3, 1.0):  # the slope along the whole step, and its end, from the weights before it
-        for name, moving in optimizer.moving.items():
+        for name, moving in optimizer.parameters.items():
             taken = [-kappa for kappa in optimizer.last_step.projected_grads]
             back = combined(draw.directions[name], [-own / len(taken) for own in taken])
             whole = combined(draw.directions[name], first.coefficients)
             total = whole.with_coefficient(scale * whole.coefficient + back.coefficient)
             moving.set_perturbations([Shift(total, 1.0)])
         reached.append(closure.outputs().scores_TC.detach() - z)
-        for moving in optimizer.moving.values():
+        for moving in optimizer.parameters.values():
             moving.set_perturbations([])
     along, bend = reached[0] / 1e-3, reached[1] - reached[0] / 1e-3
     assert real > first.promised + 0.01 and more, "the linear model promised too much"
     ((shorter, _),) = more
     part = shorter.coefficients[0] / first.coefficients[0]
-    assert part in [pytest.approx(own) for own in estimator.PARTS[:-1]]
+    assert part in [pytest.approx(own) for own in PARTS[:-1]]
     assert shorter.coefficients == pytest.approx([part * own for own in first.coefficients])
-    bent = [functional.cross_entropy(z + t * along + t**2 * bend, labels) for t in estimator.PARTS]
-    assert estimator.PARTS[int(torch.stack(bent).argmin())] == pytest.approx(part)
+    bent = [functional.cross_entropy(z + t * along + t**2 * bend, labels) for t in PARTS]
+    assert PARTS[int(torch.stack(bent).argmin())] == pytest.approx(part)
     optimizer.close()
 
 
@@ -237,7 +239,7 @@ def test_a_step_is_shortened_to_where_the_loss_of_held_out_rows_is_lowest(kind, 
         other = Scores(model, *held_out) if held_out is not None else None
         optimizer.step(Scores(model, x[:100], labels[:100], other))
         optimizer.merge()
-        told = optimizer.told["round"]
+        told = optimizer.metrics["round"]
         optimizer.close()
         return model[0].weight.detach().clone(), told
 

@@ -8,8 +8,8 @@ from cases import choose
 from torch import Tensor, nn
 
 from tezo.directions import products as emulation
-from tezo.directions.perturbation import DrawKey
 from tezo.directions.products import arithmetic_dtype, is_emulated
+from tezo.directions.random import DrawKey
 from tezo.forward.blocks import block_points
 from tezo.forward.perturbed_parameter import Shift
 
@@ -48,7 +48,8 @@ def test_a_perturbed_layer_is_the_exact_one_up_to_two_roundings(monkeypatch, cas
     optimizer = case.build(model, lr=1e-2, rank=8)
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     optimizer.step(lambda: model(x).float().square().mean())
-    moving = optimizer.moving["0.weight"]
+    moving = optimizer.parameters["0.weight"]
+    optimizer.refresh()
     direction = optimizer.draw().directions["0.weight"][0]
     with torch.no_grad():
         moving.set_perturbations([Shift(direction, RHO), Shift(direction, -RHO)])

@@ -188,7 +188,7 @@ def test_another_signal_whose_handler_raises_leaves_all_as_before_or_after_the_s
             assert function_modes() == modes and optimizer.num_steps == other.num_steps
             if not is_equal(optimizer, other):
                 assert steps == optimizer.num_steps, seed
-                other.draw()  # a step that renews the factors folds what was trained with the old ones before all else
+                other.refresh()  # a step that renews the factors first folds what was trained with the old ones
                 assert is_equal(optimizer, other), seed
             assert signal.getsignal(signal.SIGALRM) is raises
         assert 0 < before < between, "some of them came before the update, and some in it or after it"

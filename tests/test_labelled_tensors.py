@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import tezo
+from tezo.methods import METHODS
 from tezo.optim.estimators.estimate import RowsClosure
-from tezo.optim.methods import METHODS
 from tezo.system.errors import RequestError
 
 FAMILIES = {"opt": tiny_opt, "llama": tiny_llama, "gpt2": tiny_gpt2, "roberta": tiny_roberta, "moe": tiny_moe}

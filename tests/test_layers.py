@@ -18,6 +18,8 @@ ORDER = [
     "directions",
     "forward",
     "optim",
+    "newton",
+    "methods",
     "models",
     "tasks",
     "engines",
@@ -142,7 +144,7 @@ def test_the_package_gives_every_public_name_when_it_is_first_asked_for():
 
 FIRST = """
 import sys, torch, tezo
-from tezo.optim.methods import BASELINES, METHODS
+from tezo.methods import BASELINES, METHODS
 model = torch.nn.Sequential(torch.nn.Linear(4, 4))
 for method in (*METHODS.values(), *BASELINES.values()):
     optimizer = method.build(model, **({"rank": 2} if "rank" in method.defaults() else {}))

@@ -14,9 +14,9 @@ from folders import Result, completion_rows, label_rows, model_folder, refused, 
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor
 
+from tezo.methods import METHODS
 from tezo.optim.factored_adam import FactoredAdam
 from tezo.optim.learning_rate import CAUTION, ENOUGH, MOST_PASSES, MOST_TRIALS, TRIAL_STEPS, ChosenRate, choose_lr
-from tezo.optim.methods import METHODS
 from tezo.optim.updates import SGD, Adam, AdaMU, NormalizedSGD
 from tezo.runs.step_log import read_log
 from tezo.system.errors import NonFiniteModelError

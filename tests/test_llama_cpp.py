@@ -126,13 +126,14 @@ def test_outputs_of_every_row_are_torchs(home, rows):
     outputs: list[Outputs] = []
     for job in jobs:
         closure = job.objective.closure(job.model, job.batches(range(8)))
+        job.optimizer.refresh()
         draw = job.optimizer.draw()
-        for name, moving in job.optimizer.moving.items():  # a state, and a perturbation on top of it
+        for name, moving in job.optimizer.parameters.items():  # a state, and a perturbation on top of it
             moving.add_(draw.directions[name][1], slice(None), draw.directions[name][1].coefficient, 0.1)
-        for name, moving in job.optimizer.moving.items():
+        for name, moving in job.optimizer.parameters.items():
             moving.set_perturbations([Shift(draw.directions[name][0], 0.1)])
         outputs.append(closure.outputs(outputs[0] if outputs else None))
-        for moving in job.optimizer.moving.values():
+        for moving in job.optimizer.parameters.values():
             moving.set_perturbations([])
         own = closure.outputs(outputs[0])
         assert (own.scores_TC - outputs[-1].scores_TC).abs().max() > 0.05  # the perturbation is felt

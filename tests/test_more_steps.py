@@ -14,7 +14,7 @@ from short_runs import config, result, same, stopped
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tezo import train as train_in_python
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.runs.files import MANIFEST
 from tezo.runs.folder import ANSWERS, LOG, SUMMARY
 from tezo.runs.reader import read_run

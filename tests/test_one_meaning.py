@@ -9,8 +9,8 @@ from tiny import Regression
 from trainers import trainer
 
 import tezo
+from tezo.methods import AUTO, BASELINES, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS
 from tezo.optim.base_optimizer import DEFAULT, GIVEN, RESOLVED
-from tezo.optim.methods import AUTO, BASELINES, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS
 from tezo.runs.step_log import read_log
 from tezo.training.config import parse_config
 from tezo.training.job import prepare

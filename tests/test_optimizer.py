@@ -11,11 +11,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from tezo import RequestError
 from tezo.directions.low_rank import Lazy, Subspace
-from tezo.directions.perturbation import Annealing, DenseGaussian, DrawKey, SimulatedMomentum
+from tezo.directions.perturbation import Annealing, DenseGaussian, SimulatedMomentum
+from tezo.directions.random import DrawKey
 from tezo.directions.ranks import FixedRank
 from tezo.directions.targets import Target
+from tezo.methods import AUTO, METHODS, method
 from tezo.optim.factored_adam import FactoredAdam
-from tezo.optim.methods import AUTO, METHODS, method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.updates import SGD, Adam, AdaMU
 
@@ -113,7 +114,7 @@ def test_an_objective_need_not_be_differentiable(case):
 def test_any_scalar_is_a_loss_and_kappa_is_a_double(make):
     model, losses, scales = Regression(), iter([2.5, 1.25]), []
     optimizer = CASES["mezo"].build(model)
-    (moving,) = optimizer.moving.values()
+    (moving,) = optimizer.parameters.values()
     perturb = moving.set_perturbations
     moving.set_perturbations = lambda shifts: (scales.append([shift.scale for shift in shifts]), perturb(shifts))
     (probe,) = optimizer.measure(lambda: (model.loss(), make(next(losses)))[1], 1e-3)

@@ -21,10 +21,9 @@ from tiny import (
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tezo import RequestError, tezo
-from tezo.directions.perturbation import DrawKey
+from tezo import RequestError, methods, tezo
+from tezo.directions.random import DrawKey
 from tezo.directions.targets import find_targets, never_called, select_targets
-from tezo.optim import methods
 
 MODELS = {
     "opt": tiny_opt, "llama": tiny_llama, "qwen2": tiny_qwen2, "gpt2": tiny_gpt2, "roberta": tiny_roberta,
@@ -231,7 +230,7 @@ def test_experts_are_found_when_asked_for_and_all_of_them_move(case):
     model = tiny_moe()
     assert not any("experts" in name for name in names(model, "all-linear"))
     optimizer = case.build(model, targets=("all-linear", "experts"), lr=1e-2)
-    experts = {n: m.target for n, m in optimizer.moving.items() if "experts" in n}
+    experts = {n: m.target for n, m in optimizer.parameters.items() if "experts" in n}
     assert len(experts) == 4  # two a layer
     before = {name: target.parameter.detach().clone() for name, target in experts.items()}
     directions = {n: optimizer.perturbation.direction(t, DrawKey(0, 0), {}) for n, t in experts.items()}
@@ -298,6 +297,7 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_tuned_as_one(case):
     optimizer = case.build(model, lr=1e-2)
     assert {site.module for target in optimizer.targets for site in target.sites} == linear
     loss, before = lm_loss(model, tokens()), effective_weights(optimizer)
+    optimizer.refresh()
     draw = optimizer.draw()
     probe, *_ = optimizer.measure(loss, rho=0.1)
     at = tiny_falcon()

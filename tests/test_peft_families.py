@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from zoo import CLASSES, zoo_logits, zoo_model
 
 from tezo.directions.targets import find_targets, never_called
+from tezo.methods import METHODS
 from tezo.models.lora import make_adapter, save_adapter
 from tezo.models.peft import why_not_in_peft
 from tezo.models.saving import export_adapter
-from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
 

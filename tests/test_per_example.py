@@ -20,13 +20,14 @@ from torch.nn import functional
 
 import tezo
 from tezo.directions import spaces
-from tezo.directions.perturbation import DenseSigned, DrawKey
+from tezo.directions.perturbation import DenseSigned
+from tezo.directions.random import DrawKey
 from tezo.directions.spaces import Dense, SignedDense
 from tezo.directions.targets import select_targets
 from tezo.forward import blocks as block_points
 from tezo.forward.blocks import Blocks, NotInBlocksError
+from tezo.methods import METHODS
 from tezo.models.loading import load_model
-from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.system.errors import RequestError
@@ -89,6 +90,7 @@ def test_each_row_is_measured_along_its_own_direction(case, q, build):
     model, ids = build(), tokens(batch=5, seed=1)
     plain = copy.deepcopy(model)
     optimizer = case.build(model, lr=0.0, rho=RHO, directions="per-example", num_directions=q)
+    optimizer.refresh()
     draw = optimizer.draw()
     loss = optimizer.step(row_losses(model, ids))
     expected = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 5, q)
@@ -104,6 +106,7 @@ def test_a_step_is_along_the_mean_of_the_rows_estimates(name):
     model, ids = tiny_opt(), tokens(batch=4, seed=1)
     plain = copy.deepcopy(model)
     optimizer = case.build(model, lr=lr, rho=RHO, directions="per-example")
+    optimizer.refresh()
     draw = optimizer.draw()
     kappas = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 4)
     optimizer.step(row_losses(model, ids))
@@ -120,6 +123,7 @@ def test_each_example_of_a_run_is_measured_along_its_own_direction(family, shape
     examples = objective_examples(family, shape, objective)
     plain = copy.deepcopy(model)
     optimizer = METHODS["tezo"].build(model, rank=3, lr=0.0, rho=RHO, scale="unit", directions="per-example")
+    optimizer.refresh()
     draw = optimizer.draw()
     optimizer.step(objective.closure(model, objective.batches(examples)))
 
@@ -237,7 +241,7 @@ def test_a_stack_computed_in_parts_is_the_stack_computed_whole(monkeypatch, name
         model, ids = tiny_opt(), tokens(batch=8, seed=1)
         optimizer = METHODS[name].build(model, lr=1e-2, rank=4, directions="per-example")
         if not whole:
-            size = max(moving.target.shape[0] for moving in optimizer.moving.values()) * 4
+            size = max(moving.target.shape[0] for moving in optimizer.parameters.values()) * 4
             monkeypatch.setattr(block_points, "STACK", part * size if "lozo" in name else 4 * part)
         for _ in range(3):
             optimizer.step(row_losses(model, ids))
@@ -260,12 +264,14 @@ def test_mean_and_variance_are_the_closed_forms(rows, directions):
     optimizer = tezo.tezo(model, rank=rank, lr=0.0, rho=1.0, directions=directions)
     found = []
     for _ in range(steps):
+        optimizer.refresh()
         drawn = optimizer.draw()
         optimizer.step(model.losses if directions == "per-example" else lambda: model.losses().mean())
         (direction,) = drawn.directions["layer.weight"]
         tau = direction.draw(range(rows if directions == "per-example" else 1))
         kappa = torch.tensor(optimizer.last_step.projected_grads, dtype=torch.float64)
         found.append(kappa @ tau / len(kappa))
+    optimizer.refresh()
     (direction,) = optimizer.draw().directions["layer.weight"]
     c_BR = (a_BM @ direction.u_MR.double()) * (x_BN @ direction.v_NR.double())
     mean, spread = c_BR.mean(0), c_BR.var(0, correction=0).sum()
@@ -293,6 +299,7 @@ def test_signs_of_one_factor_vary_little_more_than_factors_of_their_own(rows):
     optimizer = tezo.lozo(model, rank=rank, lr=0.0, rho=1.0, lazy_update_interval=None, directions="per-example")
     found = []
     for _ in range(steps):
+        optimizer.refresh()
         (direction,) = optimizer.draw().directions["layer.weight"]
         u_BMR = direction.draw(range(rows))
         optimizer.step(model.losses)
@@ -314,6 +321,7 @@ def test_signs_of_one_factor_vary_little_more_than_factors_of_their_own(rows):
 def test_rows_of_a_packed_model_are_measured_as_one_by_one(home, form, name):
     model, ids = load_model(str(home / "wide"), quantization=form).model, tokens(batch=3, seed=1)
     optimizer = METHODS[name].build(model, rank=4, lr=0.0, rho=0.1, basis="gaussian", directions="per-example")
+    optimizer.refresh()
     draw = optimizer.draw()
     optimizer.step(row_losses(model, ids))
     kappas = optimizer.last_step.projected_grads
@@ -344,6 +352,7 @@ def test_decay_and_frozen_factors_take_them_too(name):
     optimizer = METHODS[name].build(model, directions="per-example", **options)
     base = {key: value.clone() for key, value in model.named_parameters()}
     for _ in range(7):
+        optimizer.refresh()
         draw = optimizer.draw()  # at a refresh the change so far moves into the frozen factors
         plain = copy.deepcopy(tiny_opt())
         plain.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
@@ -363,7 +372,7 @@ def test_rows_that_read_each_other_are_refused_at_the_first_step():
 
     with pytest.raises(RequestError, match="depends on other rows of the batch"):
         optimizer.step(centred)
-    assert optimizer.num_steps == 0 and not any(moving.state() for moving in optimizer.moving.values())
+    assert optimizer.num_steps == 0 and not any(moving.state() for moving in optimizer.parameters.values())
 
 
 class Sideways(nn.Module):
@@ -390,6 +399,7 @@ def test_experts_are_left_to_their_rows_or_refused():
     model, ids = tiny_moe(), tokens(batch=3, seed=1)
     plain = copy.deepcopy(model)
     optimizer = tezo.tezo(model, rank=3, lr=0.0, rho=RHO, directions="per-example")
+    optimizer.refresh()
     draw = optimizer.draw()
     optimizer.step(row_losses(model, ids))
     expected = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 3)
@@ -432,6 +442,7 @@ def test_a_matrix_of_noise_is_measured_with_the_signs_of_each_row(monkeypatch, b
     model, ids = build(), tokens(batch=5, seed=1)
     plain, lr = copy.deepcopy(model), 0.1
     optimizer = tezo.grzo(model, lr=lr, rho=RHO, targets=targets)
+    optimizer.refresh()
     draw = optimizer.draw()
     kappas = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 5)
     expected = [kappa / statistics.pstdev(kappas) for kappa in kappas]

@@ -13,6 +13,10 @@ from torch import nn
 from trainers import trainer
 
 import tezo as library
+from tezo.methods import METHODS
+from tezo.methods.lozo import lozo
+from tezo.methods.mezo import mezo
+from tezo.methods.tezo import tezo as plain_tezo
 from tezo.optim.measured_scale import (
     FAR,
     MOST_CURVATURE,
@@ -25,10 +29,6 @@ from tezo.optim.measured_scale import (
     measure_scale,
     most_passes,
 )
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.lozo import lozo
-from tezo.optim.methods.mezo import mezo
-from tezo.optim.methods.tezo import tezo as plain_tezo
 from tezo.system.errors import NonFiniteLossError, PerturbationWarning
 from tezo.training import resolution
 from tezo.training.config import parse_config, read_config
@@ -65,6 +65,7 @@ class Squares:
         weight = self.model[0].weight
         with torch.no_grad():
             own = self.losses()
+            optimizer.refresh()
             (direction,) = optimizer.draw().directions["0.weight"]
             z = direction.u_MR * direction.coefficient @ direction.v_NR.T
             points = []
@@ -256,10 +257,12 @@ def test_a_run_measures_it_along_its_own_directions_in_every_precision(home, mod
     assert rho in SCALES and job.optimizer.rho == rho
     (said,) = [notice for notice in job.notices if notice.startswith("method.rho: ")]
     assert f"{rho:g}" in said
-    first = {name: job.optimizer.draw().directions[name][0] for name in job.optimizer.moving}
+    job.optimizer.refresh()
+    first = {name: job.optimizer.draw().directions[name][0] for name in job.optimizer.parameters}
     job.optimizer.close()
     fresh = make_optimizer(job.config.with_options(rho=1.0), job.loaded, job.untrained)
-    fresh.set_calibration_passes(basis_passes(job.loaded, job.objective, job.train, job.config.train.seed))
+    fresh.set_passes(basis_passes(job.loaded, job.objective, job.train, job.config.train.seed))
+    fresh.refresh()
     drawn = fresh.draw().directions
     for name, direction in first.items():
         if METHODS[method].name != "mezo":
@@ -317,7 +320,7 @@ def test_a_trainer_measures_it_too(tmp_path):
 def test_a_step_on_a_destroyed_model_is_a_warning_the_first_time_that_it_happens():
     model = Regression()
     optimizer = mezo(model, rho=100.0, lr=0.0)
-    optimizer.own_loss = float(model.loss().detach())
+    optimizer.unperturbed_loss = float(model.loss().detach())
     with pytest.warns(
         PerturbationWarning, match=r"with method\.rho 100 the loss at a perturbed point is .* own"
     ) as told:
@@ -333,7 +336,7 @@ def test_a_closure_of_the_library_tells_the_models_own_loss_in_the_first_step():
     batch = {"input_ids": tokens(), "labels": tokens()}
     optimizer = plain_tezo(model, rank=2, rho=1e-3, lr=0.0)
     optimizer.step(library.closure(model, batch))
-    assert optimizer.own_loss == pytest.approx(float(library.closure(model, batch)().detach()))
+    assert optimizer.unperturbed_loss == pytest.approx(float(library.closure(model, batch)().detach()))
     wild = mezo(tiny_opt(torch.float32), rho=3.0, lr=0.0, targets=("all",))
     with pytest.warns(PerturbationWarning):
         wild.step(library.closure(wild.model, batch))
@@ -348,7 +351,7 @@ def test_a_step_that_the_model_survives_says_nothing_and_takes_no_pass_more(own)
         return model.loss()
 
     optimizer = mezo(model, rho=1e-3, lr=1e-3)
-    optimizer.own_loss = None if own is None else own * float(model.loss().detach())
+    optimizer.unperturbed_loss = None if own is None else own * float(model.loss().detach())
     for _ in range(5):
         optimizer.step(loss)
     assert len(calls) == 2 * 5
@@ -357,9 +360,9 @@ def test_a_step_that_the_model_survives_says_nothing_and_takes_no_pass_more(own)
 def test_rows_that_are_harder_than_the_others_are_no_destroyed_model():
     model = Regression()
     optimizer = mezo(model, rho=1e-3, lr=0.0)
-    optimizer.own_loss = float(model.loss().detach()) / 10  # of easier rows
+    optimizer.unperturbed_loss = float(model.loss().detach()) / 10  # of easier rows
     optimizer.step(model.loss)
-    assert optimizer.own_loss == pytest.approx(float(model.loss().detach()))
+    assert optimizer.unperturbed_loss == pytest.approx(float(model.loss().detach()))
 
 
 class Told(Listener):
@@ -381,7 +384,7 @@ def test_of_a_model_that_has_learnt_the_steps_are_compared_with_what_it_is_now(h
     told = Told()
     run = library.train(str(home / "opt"), str(home / "rows.jsonl"), method="head-feedback", rank=4, lr=1e-2, steps=8,
                         eval_every=2, listeners=[told])  # fmt: skip
-    assert told.optimizer.own_loss == min(told.losses) < run.summary["before"]["loss"] - 0.05
+    assert told.optimizer.unperturbed_loss == min(told.losses) < run.summary["before"]["loss"] - 0.05
 
 
 def test_runs_and_trainers_say_it_too(home, tmp_path):

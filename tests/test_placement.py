@@ -9,8 +9,8 @@ import torch
 from folders import label_rows, model_folder, refused, saved, tezo, tiny_model, tokenizer_for, train, write_rows
 
 from tezo.directions.targets import find_targets, matrix_of, select_targets
+from tezo.methods.tezo import tezo_cadam
 from tezo.models.loading import load_model
-from tezo.optim.methods.tezo import tezo_cadam
 
 OFFLOADED = ("cpu", "disk")
 

@@ -15,13 +15,13 @@ from tiny import tiny_llama, tokens
 from torch import Tensor
 
 import tezo
-from tezo.forward import low_rank
+from tezo.forward import beside_weight
+from tezo.forward.beside_weight import keeping_points
 from tezo.forward.blocks import block_points
-from tezo.forward.low_rank import keeping_points
 from tezo.forward.perturbed_parameter import Shift
+from tezo.methods.es import es
 from tezo.optim.estimators.estimate import RowsClosure
 from tezo.optim.estimators.population import kappas_of
-from tezo.optim.methods.es import es
 from tezo.runs.reader import read_run
 from tezo.runs.text_logs import line_of
 from tezo.system.errors import NonFiniteLossError, RequestError
@@ -48,14 +48,15 @@ def literal(losses: list[list[float]]) -> list[float]:
 
 def losses_at(optimizer, rows: RowsClosure, *distances: float) -> list[list[float]]:
     """The losses of the rows at each distance along each direction of the next step, one member after another."""
+    optimizer.refresh()
     draw, found = optimizer.draw(), []
     for i in range(optimizer.num_directions):
         for distance in distances:
-            for name, moving in optimizer.moving.items():
+            for name, moving in optimizer.parameters.items():
                 moving.set_perturbations([Shift(draw.directions[name][i], distance)])
             with torch.no_grad():
                 found.append(rows.example_losses(1)[0].tolist())
-    for moving in optimizer.moving.values():
+    for moving in optimizer.parameters.values():
         moving.set_perturbations([])
     return found
 
@@ -86,13 +87,14 @@ def test_a_step_is_the_sum_of_the_members_by_their_losses():
     optimizer = es(model, num_directions=5, rank=2, lr=5.0, rho=1e-2, basis="gaussian")
     change = torch.zeros(())
     for _ in range(2):  # the second has something to decay
+        optimizer.refresh()
         draw = optimizer.draw()
-        kappas, name = literal(losses_at(optimizer, closure, 1e-2)), next(iter(optimizer.moving))
+        kappas, name = literal(losses_at(optimizer, closure, 1e-2)), next(iter(optimizer.parameters))
         estimate: Tensor = sum(k * dense(z) for k, z in zip(kappas, draw.directions[name], strict=True)) / 5
         change = (1 - 5.0 * 0.02) * change - 5.0 * estimate.double()
         optimizer.step(closure)
         assert optimizer.last_step.projected_grads == pytest.approx(kappas, rel=1e-6)
-        ((left, right),) = optimizer.moving[name].trained()
+        ((left, right),) = optimizer.parameters[name].trained()
         torch.testing.assert_close((left @ right.T).double(), change, rtol=1e-4, atol=1e-7)
 
 
@@ -179,11 +181,12 @@ def test_points_that_are_kept_for_a_text_are_those_of_the_perturbations_at_hand(
     model, ids, drawn = tiny_llama().double(), tokens(batch=6, seed=2), []
     optimizer = es(model, num_directions=3, rank=2, lr=5.0, rho=1e-2, basis="gaussian", weight_decay=0.0)
     optimizer.step(tezo.closure(model, {"input_ids": ids, "labels": ids}))  # a change that points start from
+    optimizer.refresh()
     directions = optimizer.draw().directions
-    monkeypatch.setattr(low_rank, "block_points", lambda *given: drawn.append(1) or block_points(*given))
+    monkeypatch.setattr(beside_weight, "block_points", lambda *given: drawn.append(1) or block_points(*given))
 
     def outputs(scales: list[float]) -> list[Tensor]:
-        for name, moving in optimizer.moving.items():
+        for name, moving in optimizer.parameters.items():
             moving.set_perturbations([Shift(directions[name][i], scale) for i, scale in enumerate(scales)])
         with torch.no_grad():
             return [model(input_ids=ids).logits for _ in range(3)]
@@ -192,10 +195,10 @@ def test_points_that_are_kept_for_a_text_are_those_of_the_perturbations_at_hand(
     plain, before = [outputs(scales) for scales in shifts], len(drawn)
     with keeping_points():
         kept = [outputs(scales) for scales in shifts]
-    assert len(drawn) - before == before / 3 == 2 * len(optimizer.moving)
+    assert len(drawn) - before == before / 3 == 2 * len(optimizer.parameters)
     for own, other in zip(kept, plain, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
-    for moving in optimizer.moving.values():
+    for moving in optimizer.parameters.values():
         moving.set_perturbations([])
 
 

@@ -7,11 +7,11 @@ import torch
 from cases import CASES, mostly_slow
 from tiny import lm_loss, tiny_opt, tokens
 
+from tezo.methods import BASELINES, method
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.methods import BASELINES, method
 from tezo.system.errors import NonFiniteLossError, RunError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -18,17 +18,17 @@ from folders import (
 )  # fmt: skip
 from torch import nn
 
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.ranks import significant_rank
 from tezo.directions.targets import is_packed, matrix_of, select_targets
 from tezo.forward.perturbed_parameter import Shift
+from tezo.methods import METHODS
+from tezo.methods.mezo import mezo
+from tezo.methods.tezo import tezo_cadam
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import load_model
 from tezo.models.peft import add_adapter, random_tokens
 from tezo.models.quantization import QUANTIZERS, stored_bytes
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.mezo import mezo
-from tezo.optim.methods.tezo import tezo_cadam
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.digests import digest
 from tezo.system.errors import RequestError
@@ -68,13 +68,13 @@ def test_linear_layers_are_packed_and_found_with_the_shapes_of_their_values(home
 def test_a_direction_adds_x_times_its_transpose_to_a_packed_layer(home, form):
     model = load_model(str(home / "opt"), quantization=form).model
     optimizer = tezo_cadam(model, rank=4, seed=3)
-    for name, moving in optimizer.moving.items():
+    for name, moving in optimizer.parameters.items():
         direction = optimizer.perturbation.direction(moving.target, DrawKey(3, 0), {})
         left_MR, right_NR = direction.factors()
         module: nn.Module = moving.target.sites[0].module
         x = torch.randn(5, moving.target.shape[1])
         before = module(x)
-        moving.begin(direction, DrawKey(3, 0))
+        moving.refresh(DrawKey(3, 0), optimizer.perturbation.refresh(moving.target, DrawKey(3, 0)))
         moving.set_perturbations([Shift(direction, 0.1)])
         added = module(x) - before
         moving.set_perturbations([])
@@ -122,7 +122,7 @@ def test_the_base_keeps_its_bits(home, form):
     losses = [optimizer.step(lambda: model(input_ids=ids, labels=ids).loss) for _ in range(5)]
     assert digest(dict(model.named_parameters())) == before
     assert len(set(losses)) == 5
-    assert any(moving.change.coefficient.abs().max() > 0 for moving in optimizer.moving.values())
+    assert any(moving.change.coefficient.abs().max() > 0 for moving in optimizer.parameters.values())
 
 
 @pytest.mark.parametrize("method", [*sorted(set(METHODS) - set(BESIDE) - set(FOLDED)), "adam"])
@@ -152,7 +152,7 @@ def test_lazy_methods_keep_what_they_fold_beside_the_base(home, tmp_path, method
 def test_ranks_are_counted_on_the_values_of_packed_layers(home):
     model = load_model(str(home / "opt"), quantization="nf4").model
     optimizer = METHODS["tezo"].build(model, rank=None, rank_threshold=0.3, max_rank=12)
-    for name, moving in optimizer.moving.items():
+    for name, moving in optimizer.parameters.items():
         linear = moving.target.sites[0].module
         eye = torch.eye(linear.in_features)
         values = (linear(eye) - linear.bias).T if linear.bias is not None else linear(eye).T
@@ -201,7 +201,7 @@ def test_virtual_tokens_over_a_packed_base_are_real_tokens_in_front(home, form, 
 def test_norms_and_biases_of_a_packed_model_can_be_trained_with_it(home):
     model = load_model(str(home / "opt"), quantization="nf4").model
     optimizer = tezo_cadam(model, rank=4, targets=("all",), lr=0.1)
-    kinds = {moving.target.kind for moving in optimizer.moving.values()}
+    kinds = {moving.target.kind for moving in optimizer.parameters.values()}
     assert kinds == {"linear", "embedding", "vector"}
     ids = torch.arange(5, 15).unsqueeze(0)
     before = model.model.decoder.layers[0].fc1.bias.clone()

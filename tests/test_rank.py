@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tezo import RequestError
 from tezo.directions.ranks import FixedRank, LayerwiseRank, block_of, chosen_rank, energy_rank, significant_rank
 from tezo.directions.targets import Target, select_targets
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.system.digests import content_hash
 from tezo.system.files import default_cache
 
@@ -199,7 +199,7 @@ def test_a_rank_above_a_smaller_side_is_lowered_there_and_in_all_that_is_kept(ca
     more = {"rank": 8} | ({"basis": basis} if "basis" in METHODS[case.name].options() else {})
     whole, first, second = (case.build(Narrow(), **more) for _ in range(3))
     ranks = {"wide.weight": 8, "gate.weight": 1, "head.weight": 2}
-    assert {name: whole.rank_and_way(name)[0] for name in whole.moving} == ranks
+    assert {name: whole.rank_and_way(name)[0] for name in whole.parameters} == ranks
     losses = [whole.step(partial(whole.model.loss, step)) for step in range(9)]
     assert losses[:4] == [first.step(partial(first.model.loss, step)) for step in range(4)]
     second.load_tuned_state(first.tuned_state(), 4)  # the weights, of methods that write them

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import tezo
-from tezo.directions.bases import readout
-from tezo.directions.bases.readout import Text, arrives, head_rows, leading, read_text, recording_ends, tokens_of
 from tezo.directions.targets import select_targets
+from tezo.newton import text
+from tezo.newton.text import Text, arrives, fit_text, head_rows, leading, recording_text, tokens_of
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
@@ -55,10 +55,10 @@ def found_of(model, closure, rank):
             return u_DR, v_IR
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(readout, "Text", Told)
-        with recording_ends(model, target, closure.places()) as seen:
+        patch.setattr(text, "Text", Told)
+        with recording_text(model, target, closure.places()) as seen:
             outputs = closure.outputs()
-        u_MR, v_IR = read_text(model, target, closure, seen, outputs, rank)
+        u_MR, v_IR = fit_text(model, target, closure, seen, outputs, rank)
     return target, u_MR, v_IR, said[0]
 
 
@@ -111,7 +111,7 @@ def test_leading_directions_have_one_size_and_none_beyond_the_rank(places, input
 
 
 def test_every_right_token_is_followed_and_frequent_ones_before_others(monkeypatch):
-    monkeypatch.setattr(readout, "MOST_CLASSES", 6)
+    monkeypatch.setattr(text, "MOST_CLASSES", 6)
     tokens_PK = torch.tensor([[1, 7, 8], [2, 7, 9], [3, 7, 8], [4, 10, 11]])
     assert tokens_of(tokens_PK).tolist() == [1, 2, 3, 4, 7, 8]
 

@@ -6,7 +6,7 @@ import pytest
 from folders import label_rows, model_folder, tezo, write_rows
 from torch import nn
 
-from tezo.optim.methods import METHODS, method
+from tezo.methods import METHODS, method
 from tezo.system.errors import RequestError
 from tezo.training.config import dump_config, find_recipe, parse_config, read_config, recipe_folder, recipe_names
 

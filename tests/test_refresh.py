@@ -6,7 +6,7 @@ import math
 import peft
 import pytest
 import torch
-from cases import effective_weights, mostly_slow
+from cases import CASES, effective_weights, mostly_slow
 from folders import label_rows, model_folder, refused, saved, tezo, tiny_model, tokenizer_for, train, write_rows
 from kills import contents
 from short_runs import stopped
@@ -14,15 +14,16 @@ from tiny import lm_loss, tiny_gpt2, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo import NonFiniteLossError, RequestError
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.spaces import CP, FixedCoefficient, LowRank, TransposedLowRank
-from tezo.forward.low_rank import InForward, compress
+from tezo.forward.beside_weight import InForward, compress
+from tezo.methods import METHODS
 from tezo.models.loading import load_model
 from tezo.models.saving import export_adapter
-from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.folder import LOG
 from tezo.system.digests import digest
+from tezo.tasks.objectives.labelled_tensors import closure as tezo_closure
 from tezo.training.config import parse_config
 from tezo.training.loop import train as run_config
 from tezo.training.replay import replay
@@ -34,9 +35,7 @@ REFRESHED = ("tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "head-feedback")
 def built(model: nn.Module, name: str, **options) -> ZerothOrderOptimizer:
     given = {"rank": RANK, "lazy_update_interval": INTERVAL, "basis": "activation", "lr": 3e-2} | options
     optimizer = METHODS[name].build(model, seed=2, **given)
-    optimizer.set_calibration_passes(
-        lambda refresh_step: model(input_ids=tokens(batch=4, length=12, seed=70 + refresh_step))
-    )
+    optimizer.set_passes(lambda refresh_step: model(input_ids=tokens(batch=4, length=12, seed=70 + refresh_step)))
     return optimizer
 
 
@@ -52,6 +51,44 @@ def test_a_rank_of_what_is_kept_is_refused_where_nothing_is_refreshed():
         METHODS["lozo"].build(tiny_opt(), frozen_rank=8, in_forward=False)
 
 
+def drawn(optimizer):
+    """(each direction of the next step, as a tensor of the shape of its parameter)."""
+    found = []
+    for name, directions in optimizer.draw().directions.items():
+        target = optimizer.parameters[name].target
+        for direction in directions:
+            z = torch.zeros(target.stored_shape, dtype=target.parameter.dtype)
+            direction.add_to_(z, 1.0) if z.ndim == 2 else z.add_(next(direction.tiles())[1])
+            found.append(z)
+    return found
+
+
+@pytest.mark.parametrize("name", [*CASES, "errors"])
+@torch.no_grad()
+def test_a_draw_changes_nothing_and_runs_no_pass_and_comes_out_the_same_again(name):
+    ids, model = tokens(), tiny_opt()
+    closure = tezo_closure(model, {"input_ids": ids, "labels": ids})
+    if name == "errors":
+        optimizer = METHODS["tezo-m"].build(model, basis="errors", rank=RANK, lazy_update_interval=INTERVAL, lr=1e-3)
+    else:
+        optimizer = CASES[name].build(model, lr=1e-3, targets=["all"])
+    calls = []
+    for step in range(INTERVAL + 2):  # a refresh of the factors among them
+        with pytest.raises(RequestError, match=r"call refresh\(\)"):
+            optimizer.draw()
+        optimizer.refresh(closure)
+        with model.register_forward_pre_hook(lambda *_: calls.append(1)):
+            state = {key: value.clone() for key, value in (optimizer.resumable_state() | model.state_dict()).items()}
+            first, again = drawn(optimizer), drawn(optimizer)
+            after = optimizer.resumable_state() | model.state_dict()
+        assert calls == [] and optimizer.num_steps == step
+        assert state.keys() == after.keys() and all(torch.equal(after[key], state[key]) for key in state)
+        assert all(map(torch.equal, first, again)) and len(first) >= len(optimizer.targets)
+        optimizer.refresh(closure)
+        assert all(map(torch.equal, first, drawn(optimizer)))  # to refresh twice is to refresh once
+        optimizer.step(closure)
+
+
 @pytest.mark.parametrize(("name", "options"), [("lozo", {"frozen_rank": 7}), ("lozo", {"frozen_rank": 50}),
                                               ("tezo", {"lazy_update_interval": None})])  # fmt: skip
 def test_the_largest_rank_of_a_change_is_known_before_the_first_step(name, options):
@@ -60,7 +97,7 @@ def test_the_largest_rank_of_a_change_is_known_before_the_first_step(name, optio
 
     def loss():
         nonlocal seen
-        for moving in optimizer.moving.values():
+        for moving in optimizer.parameters.values():
             seen = max(seen, *(0 if own is None else own[0].shape[1] for own in moving.changes()))
         return lm_loss(optimizer.model, tokens(seed=3))()
 
@@ -83,9 +120,9 @@ def test_a_refresh_changes_the_factors_and_not_the_function(make, name, frozen_r
     base = {key: value.clone() for key, value in model.named_parameters()}
     optimizer = built(model, name, frozen_rank=frozen_rank)
     steps(optimizer, 0, INTERVAL)
-    before, factors = outputs(model), {n: m.change.v_NR for n, m in optimizer.moving.items()}
-    optimizer.draw()  # that of the step at which factors change
-    assert all(not torch.equal(m.change.v_NR, factors[n]) for n, m in optimizer.moving.items())
+    before, factors = outputs(model), {n: m.change.v_NR for n, m in optimizer.parameters.items()}
+    optimizer.refresh()  # that of the step at which factors change
+    assert all(not torch.equal(m.change.v_NR, factors[n]) for n, m in optimizer.parameters.items())
     torch.testing.assert_close(outputs(model), before, rtol=0, atol=1e-12)
     written = any(not torch.equal(value, base[key]) for key, value in model.named_parameters())
     assert written == (frozen_rank is None)
@@ -119,11 +156,11 @@ def test_what_lies_beside_the_base_keeps_to_its_rank_and_the_run_says_what_that_
     steps(optimizer, 0, 2 * INTERVAL)
     assert optimizer.compression_error == 0.0  # the first fold fits
     before = effective_weights(optimizer)
-    optimizer.draw()
+    optimizer.refresh()
     after = effective_weights(optimizer)
     base = effective_weights(built(tiny_opt(), "head-feedback"))
     shares = []
-    for name, moving in optimizer.moving.items():
+    for name, moving in optimizer.parameters.items():
         assert isinstance(moving, InForward)
         assert moving.frozen.coefficient.shape[1] == RANK + 1
         share = float((after[name] - before[name]).norm() / (before[name] - base[name]).norm())
@@ -205,7 +242,7 @@ def test_state_after_a_refresh_that_failed_has_the_factors_before_it_too(name):
     with pytest.raises(NonFiniteLossError):
         optimizer.step(lambda: math.nan)
     other.load_state_dict(model.state_dict())
-    fresh.set_calibration_passes(lambda _: pytest.fail("what was seen is in the state"))
+    fresh.set_passes(lambda _: pytest.fail("what was seen is in the state"))
     fresh.load_state_dict(optimizer.state_dict())
     assert steps(fresh, 20, 22) == steps(optimizer, 20, 22)
 

@@ -11,10 +11,10 @@ from tiny import Regression, lm_loss, tiny_llama, tiny_opt, tokens
 
 from tezo import NonFiniteLossError, RequestError
 from tezo import closure as tezo_closure
-from tezo.directions import products as scratch
-from tezo.optim.methods import method
-from tezo.optim.methods.first_order import adam
-from tezo.optim.methods.tezo import tezo
+from tezo.directions import scratch
+from tezo.methods import method
+from tezo.methods.first_order import adam
+from tezo.methods.tezo import tezo
 
 BESIDE = [name for name in CASES if CASES[name].low_rank and name != "tezo-adam"]
 """Methods that keep what they train beside the weights."""

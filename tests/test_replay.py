@@ -14,8 +14,8 @@ from cases import ONE_OF_EACH_KIND, mostly_slow
 from folders import model_and_rows, model_folder, refused, tezo
 from short_runs import STEPS, config, result, same
 
+from tezo.methods import METHODS
 from tezo.optim.estimators.estimate import StepRecord
-from tezo.optim.methods import METHODS
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import StepLog, read_log
 from tezo.system.errors import RequestError

@@ -15,8 +15,8 @@ from kills import contents
 from safetensors.torch import load_file
 from short_runs import STEPS, config, result, same, stopped
 
+from tezo.methods import METHODS, method
 from tezo.models import lora as export
-from tezo.optim.methods import METHODS, method
 from tezo.runs.checkpoints import checkpoints
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log

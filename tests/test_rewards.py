@@ -20,7 +20,7 @@ from kills import contents
 from short_runs import Death, result, same, stopped
 
 import tezo as library
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.report.charts import loss_charts
 from tezo.report.tables import row_loss, step_loss
 from tezo.runs.reader import read_run

@@ -388,7 +388,7 @@ def test_a_loss_that_is_not_finite_is_a_reason_to_return(home, tmp_path):
 
         def stepped(self, progress: Any) -> None:
             if progress.record.step == 18:
-                moving = next(iter(self.job.optimizer.moving.values()))
+                moving = next(iter(self.job.optimizer.parameters.values()))
                 moving.change.coefficient.fill_(math.inf)
 
     summary = train(config(home, lr=1e-3), tmp_path / "run", [Once()])
@@ -456,7 +456,7 @@ def test_without_dev_rows_it_returns_to_the_lowest_mean_of_a_tenth_of_the_steps(
 
         def stepped(self, progress: Any) -> None:
             if progress.record.step == 50:
-                for moving in self.job.optimizer.moving.values():
+                for moving in self.job.optimizer.parameters.values():
                     moving.change.coefficient.add_(30.0)
 
     data = {"train": str(home / "train.jsonl"), "test": str(home / "test.jsonl"), "hold_out": 0}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tezo.forward import rounding
-from tezo.optim.methods.tezo import tezo_adam
+from tezo.methods.tezo import tezo_adam
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 DRAWS = 40_000

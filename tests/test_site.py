@@ -12,7 +12,7 @@ import pytest
 from test_docs import BLOCKS
 
 import tezo
-from tezo.optim.methods import BASELINES, METHODS
+from tezo.methods import BASELINES, METHODS
 from tezo.training.config import recipe_folder
 
 pytestmark = pytest.mark.slow

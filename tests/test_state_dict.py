@@ -13,8 +13,8 @@ from test_adapter import outputs, tuned
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tezo.methods import METHODS
 from tezo.models.lora import attach_adapter, make_adapter
-from tezo.optim.methods import METHODS
 from tezo.system.errors import RequestError
 
 FAMILIES = ("opt", "llama", "gpt2", "gemma2")

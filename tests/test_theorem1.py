@@ -11,8 +11,8 @@ import torch
 from cases import CASES, effective_weights, mostly_slow
 from torch import Tensor, nn
 
-from tezo.directions.perturbation import DrawKey
-from tezo.optim.methods import METHODS
+from tezo.directions.random import DrawKey
+from tezo.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 
 M, N, R = 4, 3, 2
@@ -117,7 +117,7 @@ def test_given_the_factors_the_mean_is_the_projection_on_them_and_not_the_gradie
         optimizer.step(optimizer.model)
         walked.append(effective_weights(optimizer)["layer.weight"])
     samples = -torch.stack(walked).diff(dim=0)
-    (moving,) = optimizer.moving.values()
+    (moving,) = optimizer.parameters.values()
     u, v = moving.change.u_MR, moving.change.v_NR
     terms = torch.einsum("ms,ns->smn", u, v)
     projection = sum((G * term).sum() * term for term in terms)

@@ -91,7 +91,7 @@ def test_the_plan_has_every_parameter(home, tmp_path, targets):
     assert rows.keys() == parameters.keys()
     assert all(row["shape"] == list(parameters[name].shape) for name, row in rows.items())
     trained = {name for name, row in rows.items() if row["trained"]}
-    assert trained == set(job.optimizer.moving)
+    assert trained == set(job.optimizer.parameters)
     assert all((row["rank"] == 4) == (len(row["shape"]) > 1) for name, row in rows.items() if name in trained)
     assert {row["moved"] for row in rows.values() if row["trained"] and row["kind"] == "linear"} == {"in forward"}
     assert summary["parameters"] == {

@@ -16,31 +16,31 @@ from tezo.system.errors import RunInterrupted as RunInterrupted
 from tezo.system.errors import TezoError as TezoError
 
 if TYPE_CHECKING:
+    from tezo.methods import METHODS as METHODS
+    from tezo.methods import adam as adam
+    from tezo.methods import es as es
+    from tezo.methods import forward_gradient as forward_gradient
+    from tezo.methods import fzoo as fzoo
+    from tezo.methods import gauss_newton as gauss_newton
+    from tezo.methods import grzo as grzo
+    from tezo.methods import head_feedback as head_feedback
+    from tezo.methods import lozo as lozo
+    from tezo.methods import lozo_m as lozo_m
+    from tezo.methods import mezo as mezo
+    from tezo.methods import mezo_adam as mezo_adam
+    from tezo.methods import mezo_conservative as mezo_conservative
+    from tezo.methods import mezo_m as mezo_m
+    from tezo.methods import mezo_norm as mezo_norm
+    from tezo.methods import mezo_sign as mezo_sign
+    from tezo.methods import sparse_mezo as sparse_mezo
+    from tezo.methods import subzo as subzo
+    from tezo.methods import tezo as tezo
+    from tezo.methods import tezo_adam as tezo_adam
+    from tezo.methods import tezo_cadam as tezo_cadam
+    from tezo.methods import tezo_m as tezo_m
+    from tezo.methods import zo_adamu as zo_adamu
     from tezo.models.saving import export_adapter as export_adapter
     from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
-    from tezo.optim.methods import METHODS as METHODS
-    from tezo.optim.methods import adam as adam
-    from tezo.optim.methods import es as es
-    from tezo.optim.methods import forward_gradient as forward_gradient
-    from tezo.optim.methods import fzoo as fzoo
-    from tezo.optim.methods import gauss_newton as gauss_newton
-    from tezo.optim.methods import grzo as grzo
-    from tezo.optim.methods import head_feedback as head_feedback
-    from tezo.optim.methods import lozo as lozo
-    from tezo.optim.methods import lozo_m as lozo_m
-    from tezo.optim.methods import mezo as mezo
-    from tezo.optim.methods import mezo_adam as mezo_adam
-    from tezo.optim.methods import mezo_conservative as mezo_conservative
-    from tezo.optim.methods import mezo_m as mezo_m
-    from tezo.optim.methods import mezo_norm as mezo_norm
-    from tezo.optim.methods import mezo_sign as mezo_sign
-    from tezo.optim.methods import sparse_mezo as sparse_mezo
-    from tezo.optim.methods import subzo as subzo
-    from tezo.optim.methods import tezo as tezo
-    from tezo.optim.methods import tezo_adam as tezo_adam
-    from tezo.optim.methods import tezo_cadam as tezo_cadam
-    from tezo.optim.methods import tezo_m as tezo_m
-    from tezo.optim.methods import zo_adamu as zo_adamu
     from tezo.optim.optimizer import ZerothOrderOptimizer as ZerothOrderOptimizer
     from tezo.tasks.objectives.labelled_tensors import closure as closure
     from tezo.trainer.sft import TezoSFTTrainer as TezoSFTTrainer
@@ -61,7 +61,7 @@ _METHODS = (
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(("Run", "load_adapter", "open_run", "prepare", "train"), "tezo.training.api"),
-    **dict.fromkeys(("METHODS", *_METHODS), "tezo.optim.methods"),
+    **dict.fromkeys(("METHODS", *_METHODS), "tezo.methods"),
     "TezoSFTTrainer": "tezo.trainer.sft",
     "TezoTrainer": "tezo.trainer.trainer",
     "FirstOrderOptimizer": "tezo.optim.first_order",

@@ -12,8 +12,8 @@ from tezo_studies.analysis import estimator_variance as est
 from tezo_studies.analysis import second_moment as second
 from torch import Tensor
 
-from tezo.directions.perturbation import DrawKey
-from tezo.optim.methods import METHODS
+from tezo.directions.random import DrawKey
+from tezo.methods import METHODS
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:

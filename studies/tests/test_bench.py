@@ -166,7 +166,7 @@ def test_a_refresh_renews_factors_and_a_plain_step_does_not(label):
     def factor():
         if published:
             return next(state["v"] for state in entry._algorithm.state.values())
-        return next(moving.change.v_NR for moving in entry._optimizer.moving.values())
+        return next(moving.change.v_NR for moving in entry._optimizer.parameters.values())
 
     entry.run()
     first = factor()

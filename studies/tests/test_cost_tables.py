@@ -34,12 +34,12 @@ from tezo.forecast.memory import (
     forecasts,
     valueless,
 )
+from tezo.methods import METHODS
+from tezo.methods.first_order import adam
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
 from tezo.optim.first_order import SteppedWeight
-from tezo.optim.methods import METHODS
-from tezo.optim.methods.first_order import adam
 from tezo.system.errors import RequestError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -124,7 +124,7 @@ def test_a_step_has_as_many_models_in_a_pass_as_the_forecast(line):
     work = Work(Settings(model="tiny", batch=16, length=str(length), targets=ALL))
     model = add_adapter(LoadedModel(work.model, None, "causal"), ModelConfig(name="tiny", peft=line.peft), 0).model
     optimizer, rows = METHODS[line.method].build(model, **line.options), []
-    optimizer.own_loss = math.inf  # no pass of the model itself
+    optimizer.unperturbed_loss = math.inf  # no pass of the model itself
     work.model.register_forward_hook(lambda *called: rows.append(len(called[-1].logits)))
     optimizer.step(work.closure(model))
     optimizer.close()

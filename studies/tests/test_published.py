@@ -27,7 +27,7 @@ from tiny import lm_loss, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo.directions.targets import select_targets
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 
 LONG, SHORT = 50, 15
 RHO, SEED, DECAY = 1e-3, 11, 0.5

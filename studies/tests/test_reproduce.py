@@ -22,7 +22,7 @@ from tezo_studies.reproduce.results import Entry, all_cells, entries, is_finishe
 from tezo_studies.reproduce.small_models import small_model
 from torch import nn
 
-from tezo.optim.methods import method
+from tezo.methods import method
 from tezo.system.errors import RequestError
 from tezo.tasks.catalogue import TASKS
 from tezo.training.config import overlay, parse_config, read_config, recipe_folder

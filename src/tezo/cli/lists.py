@@ -92,7 +92,7 @@ def methods(
     """List the methods, or describe one."""
     import inspect
 
-    from tezo.optim.methods import BASELINES, FORWARD_PASSES, METHODS, Method, method
+    from tezo.methods import BASELINES, FORWARD_PASSES, METHODS, Method, method
 
     chosen: list[Method[Any]] = [method(name)] if name else [*METHODS.values(), *BASELINES.values()]
     if json:

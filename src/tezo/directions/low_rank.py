@@ -1,23 +1,25 @@
 """The low-rank perturbations of TeZO, LOZO and SubZO."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from tezo.directions.bases import find_basis
-from tezo.directions.bases.basis import ROLES, Basis, Foretold, Role
-from tezo.directions.perturbation import DrawKey, Perturbation, dense
-from tezo.directions.random import Signs, fill_normal_, normal
+from tezo.directions.bases.basis import ROLES, Basis, GaussianBasis, Predictions, Role
+from tezo.directions.perturbation import Perturbation, dense
+from tezo.directions.random import DrawKey, Signs, fill_normal_, normal
 from tezo.directions.ranks import RankRule
 from tezo.directions.spaces import (
     CP,
     BothFixed,
+    CoefficientDraw,
     Core,
     Direction,
+    FixedCoefficient,
     FixedFactors,
     LowRank,
     OwnNumbers,
@@ -33,8 +35,20 @@ carry over between methods, ranks and layers, and the estimate is the unbiased o
 exactly as printed. If the entries of the raw Z have standard deviation s, then (rho, lr) with "raw" corresponds to
 (rho s, lr s^2) with "unit" for plain and momentum steps, and to (rho s, lr) for Adam."""
 
-Before = Callable[[], dict[str, Tensor]] | None
-"""Draws the factors of the last interval; None unless the step is a refresh after step 0."""
+
+@dataclass(frozen=True)
+class Interval:
+    """What the directions of a matrix have in common from one refresh to the next.
+
+    Attributes:
+        key: (seed, refresh step).
+        origin: zero of their space: a direction has another coefficient and the same factors.
+        proposals_JR: coefficients that the basis proposes; None: they are drawn.
+    """
+
+    key: tuple[int, int]
+    origin: FixedFactors
+    proposals_JR: Tensor | None
 
 
 class LowRankPerturbation(Perturbation):
@@ -43,15 +57,12 @@ class LowRankPerturbation(Perturbation):
     Args:
         rank: rule for the rank of each matrix.
         scale: scale of the directions, see `Scale`.
-        basis: source of the fixed factors, or its name.
+        basis: source of the fixed factors; None: they are Gaussian.
         interval: steps between two refreshes of the fixed factors; None: they are fixed for the whole run.
     """
 
-    coefficient: ClassVar[tuple[str, int]]
-    """Purpose of the draw of a coefficient that is drawn on the CPU, and its dimensions, each of the rank's size."""
-
     def __init__(
-        self, rank: RankRule, scale: Scale, *, basis: str | Basis = "gaussian", interval: int | None = None
+        self, rank: RankRule, scale: Scale, *, basis: Basis | None = None, interval: int | None = None
     ) -> None:
         if scale not in get_args(Scale):
             raise RequestError(f"method.scale is {scale!r}; it must be one of {', '.join(get_args(Scale))}.")
@@ -59,16 +70,16 @@ class LowRankPerturbation(Perturbation):
             raise RequestError(f"method.lazy_update_interval is {interval}; it must be at least 1.")
         self.rank = rank
         self.scale: Scale = scale
-        self.basis = find_basis(basis)
+        self.basis = GaussianBasis() if basis is None else basis
         self.interval = interval
         self._ranks: dict[str, int] = {}
         self._matrices: list[Target] = []
-        self._factors: dict[str, tuple[tuple[int, ...], dict[str, Tensor]]] = {}
+        self._kept: dict[str, Interval] = {}
 
     def prepare(self, targets: Sequence[Target]) -> None:
         self._matrices = [target for target in targets if target.is_matrix]
         self._ranks = self.rank.ranks(self._matrices)
-        self._factors.clear()
+        self.forget()
         self.basis.prepare(self._matrices, self._ranks)
 
     def rank_of(self, name: str) -> int | None:
@@ -82,31 +93,56 @@ class LowRankPerturbation(Perturbation):
             for role in self.fixed(target)
         )
 
+    def refresh(self, target: Target, key: DrawKey) -> FixedFactors | None:
+        if target.name not in self._ranks:
+            return None
+        self._kept[target.name] = kept = self._interval(target, key)
+        return kept.origin
+
+    def forget(self) -> None:
+        self._kept.clear()
+
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> Direction:
         del state
-        return self.matrix_direction(target, key) if target.is_matrix else dense(target, key)
+        return self.matrix_direction(target, key) if target.name in self._ranks else dense(target, key)
 
     def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
-        """Returns the low-rank direction for a matrix; here U and V are fixed."""
-        factors, start, before = self.interval_of(target, key)
-        purpose, dimensions = self.coefficient
-        shape = (self._ranks[target.name],) * dimensions
-        draw = OwnNumbers(partial(normal, **key.of(target, purpose)), shape, target.device, target.state_dtype)
-        assert issubclass(self.draws, BothFixed)
-        return self.draws(draw=draw, u_MR=factors["u"], v_NR=factors["v"], refresh_step=start, before=before)
-
-    def interval_of(self, target: Target, key: DrawKey) -> tuple[dict[str, Tensor], int, Before]:
-        """Returns the fixed factors at a step, the first step that has them, and a draw of those before at that step.
-
-        They are on the parameter's device in its dtype (float32 if packed).
-        """
-        start, before = self.refresh_step(key.step), None
-        cached = key.seed, start, self.basis.version
-        if self._factors.get(target.name, ((),))[0] != cached:
-            self._factors[target.name] = cached, self._placed(target, key.seed, start)
+        """Returns the low-rank direction for a matrix."""
+        interval = self._interval(target, key)
+        if interval.proposals_JR is not None and key.index < len(interval.proposals_JR):
+            drawn = interval.origin.with_coefficient(interval.proposals_JR[key.index])
+        else:
+            drawn = replace(interval.origin, draw=self.draw(target, key, interval.origin))
+        start = interval.key[1]
         if start == key.step > 0:
             before = partial(self._placed, target, key.seed, self.refresh_step(start - 1))
-        return self._factors[target.name][1], start, before
+            return replace(drawn, before=before)
+        return drawn
+
+    def _interval(self, target: Target, key: DrawKey) -> Interval:
+        """Returns what `refresh` has kept if it holds at `key`, else the same from its source."""
+        start = self.refresh_step(key.step)
+        kept = self._kept.get(target.name)
+        if kept is not None and kept.key == (key.seed, start):
+            return kept
+        origin = self.origin(target, start, self._placed(target, key.seed, start))
+        proposals_JR = self.proposals(start)
+        if proposals_JR is not None:
+            proposals_JR = proposals_JR[:, : self._ranks[target.name]].to(target.device, target.state_dtype)
+        return Interval((key.seed, start), origin, proposals_JR)
+
+    @abstractmethod
+    def origin(self, target: Target, refresh_step: int, factors: Mapping[str, Tensor]) -> FixedFactors:
+        """Returns zero of the space of directions with these fixed factors; its coefficient takes no memory."""
+
+    @abstractmethod
+    def draw(self, target: Target, key: DrawKey, origin: FixedFactors) -> CoefficientDraw:
+        """Returns the draw of the coefficient of a direction."""
+
+    def proposals(self, refresh_step: int) -> Tensor | None:
+        """Returns coefficients that the basis proposes, (J, rank); None: they are drawn."""
+        del refresh_step
+        return None
 
     def fixed(self, target: Target) -> tuple[Role, ...]:
         """Returns the roles of the factors that are fixed between refreshes."""
@@ -117,11 +153,8 @@ class LowRankPerturbation(Perturbation):
     def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         """Returns the fixed factors from a step on, scale included: role -> (M, r) or (N, r), float64, on the CPU."""
 
-    def refresh_step(self, step: int) -> int:
-        """Returns the first step of the interval that contains `step`."""
-        return 0 if self.interval is None else step - step % self.interval
-
     def _placed(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
+        """Returns `draw_factors` on the parameter's device, in its dtype (float32 if packed)."""
         drawn = self.draw_factors(target, seed, refresh_step)
         return {role: factor.to(target.device, _factor_dtype(target)) for role, factor in drawn.items()}
 
@@ -129,6 +162,11 @@ class LowRankPerturbation(Perturbation):
 def _factor_dtype(target: Target) -> torch.dtype:
     stored = target.parameter.dtype
     return stored if stored.is_floating_point else torch.float32
+
+
+def _zero(target: Target, *shape: int) -> FixedCoefficient:
+    """Returns a coefficient of zeros that takes no memory."""
+    return FixedCoefficient(torch.zeros((), dtype=target.state_dtype, device=target.device).expand(shape))
 
 
 class Lazy(LowRankPerturbation):
@@ -140,21 +178,23 @@ class Lazy(LowRankPerturbation):
 
     draws = LowRank
 
-    def matrix_direction(self, target: Target, key: DrawKey) -> LowRank:
-        factors, start, before = self.interval_of(target, key)
-        (role,), rank, v_IR = self.fixed(target), self._ranks[target.name], factors["v"]
-        rows, device, dtype = target.matrix_shape[0 if role == "v" else 1], target.device, target.state_dtype
-
-        def draw() -> Tensor:
-            # M x r numbers every step are too many for the CPU; like dense noise they are drawn on the weight's device
-            return fill_normal_(torch.empty(rows, rank, dtype=dtype, device=device), **key.of(target, "u"))
-
+    def origin(self, target: Target, refresh_step: int, factors: Mapping[str, Tensor]) -> LowRank:
+        (role,), rank, v_IR, dtype = self.fixed(target), self._ranks[target.name], factors["v"], target.state_dtype
         gram: float | Tensor = len(v_IR) * self._factor(rank) ** 2
         if self.basis.data_dependent:  # columns are orthogonal; their lengths may differ
             gram = v_IR.to(dtype).square().sum(0).clamp_min(torch.finfo(dtype).tiny)  # of columns of zeros
-        numbers = SignedNumbers(draw, Signs(rows, key.of(target, "u")))
-        kind = LowRank if role == "v" else TransposedLowRank
-        return kind(draw=numbers, v_NR=v_IR, refresh_step=start, before=before, gram=gram)
+        kind, rows = (LowRank, 0) if role == "v" else (TransposedLowRank, 1)
+        zero = _zero(target, target.matrix_shape[rows], rank)
+        return kind(draw=zero, v_NR=v_IR, refresh_step=refresh_step, gram=gram)
+
+    def draw(self, target: Target, key: DrawKey, origin: FixedFactors) -> SignedNumbers:
+        like, draw_key = origin.coefficient, key.of(target.name, "u")
+
+        def draw() -> Tensor:
+            # M x r numbers every step are too many for the CPU; like dense noise they are drawn on the weight's device
+            return fill_normal_(torch.empty(like.shape, dtype=like.dtype, device=like.device), **draw_key)
+
+        return SignedNumbers(draw, Signs(len(like), draw_key))
 
     def fixed(self, target: Target) -> tuple[Role, ...]:
         return ((target.input_role or "v") if self.basis.data_dependent else "v",)
@@ -167,7 +207,26 @@ class Lazy(LowRankPerturbation):
         return 1.0 if self.scale == "raw" else float(rank**-0.5)
 
 
-class Subspace(LowRankPerturbation):
+class BothSides(LowRankPerturbation):
+    """Z_t = U_k C_t V_k^T: U and V are drawn once per interval, or once per run, and C every step."""
+
+    draws: type[BothFixed]
+    purpose: ClassVar[str]
+    """Name of the draw of the coefficient."""
+
+    def origin(self, target: Target, refresh_step: int, factors: Mapping[str, Tensor]) -> BothFixed:
+        zero = _zero(target, *self.shape(self._ranks[target.name]))
+        return self.draws(draw=zero, u_MR=factors["u"], v_NR=factors["v"], refresh_step=refresh_step)
+
+    def draw(self, target: Target, key: DrawKey, origin: FixedFactors) -> OwnNumbers:
+        return OwnNumbers(partial(normal, **key.of(target.name, self.purpose)), origin.coefficient)
+
+    @abstractmethod
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """Returns the shape of the coefficient."""
+
+
+class Subspace(BothSides):
     """SubZO's Z_t = U_k S_t V_k^T: core_RR is standard normal and drawn every step; U and V once per interval.
 
     The basis is orthonormal. Unit scale: U includes the factor (M/r)^(1/2) and V (N/r)^(1/2); their product is the
@@ -175,7 +234,10 @@ class Subspace(LowRankPerturbation):
     """
 
     draws = Core
-    coefficient = "core", 2
+    purpose = "core"
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        return rank, rank
 
     def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]
@@ -183,7 +245,7 @@ class Subspace(LowRankPerturbation):
         return {role: factor / (rank if self.scale == "unit" else len(factor)) ** 0.5 for role, factor in drawn}
 
 
-class Temporal(LowRankPerturbation):
+class Temporal(BothSides):
     """TeZO's Z_t = U diag(tau_t) V^T, low-rank over the model and over time (Eq. 3, Algorithm 1).
 
     u_MR and v_NR are drawn once per run or interval, tau_R ~ N(0, I_r) every step; a basis may propose tau_R. Unit
@@ -191,22 +253,26 @@ class Temporal(LowRankPerturbation):
     """
 
     draws = CP
-    coefficient = "tau", 1
+    purpose = "tau"
 
-    def num_directions(self, step: int, most: int) -> int:
-        proposed_JR = self.basis.proposed(self.refresh_step(step))
-        return most if proposed_JR is None else min(most, len(proposed_JR))
+    def shape(self, rank: int) -> tuple[int, ...]:
+        return (rank,)
 
-    def foretold(self, step: int) -> Foretold | None:
-        return self.basis.foretold(step) if step == self.refresh_step(step) else None  # later ones have other rows
+    def num_directions(self, most: int) -> int:
+        proposals = self._known_proposals()
+        return most if proposals is None else min(most, len(proposals))
 
-    def matrix_direction(self, target: Target, key: DrawKey) -> FixedFactors:
-        drawn = super().matrix_direction(target, key)
-        proposed_JR = self.basis.proposed(drawn.refresh_step)
-        if proposed_JR is None or key.index >= len(proposed_JR):
-            return drawn
-        tau_R = proposed_JR[key.index, : self._ranks[target.name]]
-        return drawn.with_coefficient(tau_R.to(target.device, target.state_dtype))
+    def predictions(self, step: int) -> Predictions | None:
+        if self._known_proposals() is None or step != self.refresh_step(step):
+            return None  # later steps have other rows
+        return self.basis.predictions(step)
+
+    def _known_proposals(self) -> Tensor | None:
+        kept = next(iter(self._kept.values()), None)  # alike for all matrices
+        return None if kept is None else kept.proposals_JR
+
+    def proposals(self, refresh_step: int) -> Tensor | None:
+        return self.basis.proposals(refresh_step)
 
     def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]

@@ -6,30 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tezo.directions.bases.basis import Basis, FactorStore, Foretold, GaussianBasis, Passes, RowsOf
-from tezo.directions.random import Key, fill_normal_
-from tezo.directions.spaces import Dense, Direction, SignedDense, row_tiles
+from tezo.directions.bases.basis import Basis, GaussianBasis, Predictions
+from tezo.directions.random import DrawKey, fill_normal_
+from tezo.directions.spaces import Dense, Direction, FixedFactors, SignedDense, row_tiles
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
 
 
-@dataclass(frozen=True)
-class DrawKey:
-    """Key of a direction: the seed of the run, the step (from 0) and the index among the step's directions."""
-
-    seed: int
-    step: int
-    index: int = 0
-
-    def of(self, target: Target, role: str) -> Key:
-        """Returns the key of a draw for a parameter."""
-        return {"seed": self.seed, "step": self.step, "name": target.name, "role": f"{role}.{self.index}"}
-
-
 class Perturbation(ABC):
-    """A rule that draws directions. The evaluations and the update of a step use the same direction object."""
+    """A rule that draws directions. The evaluations and the update of a step use the same direction object.
+
+    A direction is a function of its key, of the factors that are fixed since the last refresh, and of the state of the
+    update rule; to draw it changes nothing. `refresh` computes and keeps what is fixed for several steps.
+    """
 
     single_direction = False
     """Whether the method is defined for one direction per step only."""
@@ -47,28 +38,24 @@ class Perturbation(ABC):
         """Takes, once, the parameters to be tuned."""
         del targets
 
+    def refresh_step(self, step: int) -> int:
+        """Returns the first step that has the fixed factors of `step`."""
+        return 0 if self.interval is None else step - step % self.interval
+
+    def refresh(self, target: Target, key: DrawKey) -> FixedFactors | None:
+        """Keeps what directions for `target` have in common from the step of `key` on; its basis has been refreshed.
+
+        Returns zero of the space of these directions; None if they are dense.
+        """
+        del target, key
+        return None
+
+    def forget(self) -> None:  # noqa: B027 - nothing to drop is the default
+        """Drops what `refresh` has kept, where a basis has other factors since then."""
+
     def direction_type(self, target: Target) -> type[Direction]:
         """Returns the type of the directions for `target`; nothing is drawn."""
         return self.draws if target.is_matrix or issubclass(self.draws, Dense) else Dense
-
-    def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
-        """Sets the forward passes that a data-dependent basis is computed from; see `tezo.directions.bases`."""
-        if self.basis.data_dependent:
-            self.basis.set_calibration_passes(model, passes)
-
-    def set_rows(self, model: nn.Module, rows: RowsOf) -> None:
-        """Sets the rows whose outputs a basis is computed from; see `tezo.directions.bases.errors`."""
-        if self.basis.data_dependent:
-            self.basis.set_rows(model, rows)
-
-    def set_factor_store(self, store: FactorStore) -> None:
-        """Sets the store for factors that are computed from data."""
-        self.basis.set_factor_store(store)
-
-    @property
-    def cost_of_basis(self) -> tuple[int, float]:
-        """(calls of the model, seconds) spent on a data-dependent basis so far."""
-        return self.basis.cost
 
     @property
     def factor_bytes(self) -> int:
@@ -76,25 +63,24 @@ class Perturbation(ABC):
         return 0
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the tensors that the directions depend on and that cannot be redrawn from a key."""
-        return self.basis.state()
+        """Returns the tensors that directions depend on, beside those of the basis, and that no key gives again."""
+        return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the result of `state`."""
-        self.basis.load_state(state)
+        """Restores the result of `state`; other names are ignored."""
+        del state
 
     def rank_of(self, name: str) -> int | None:
         """Returns the rank of a parameter's directions; None if they are dense."""
         del name
         return None
 
-    def num_directions(self, step: int, most: int) -> int:
+    def num_directions(self, most: int) -> int:
         """Returns the number of directions of a step, at most `most`: those that a basis proposes, if it does."""
-        del step
         return most
 
-    def foretold(self, step: int) -> Foretold | None:
-        """Returns what a basis foretells of a step's directions, if they are proposed; see `Basis.foretold`."""
+    def predictions(self, step: int) -> Predictions | None:
+        """Returns the predictions of a basis for a step's directions, if they are proposed; see `Basis.predictions`."""
         del step
         return None
 
@@ -106,7 +92,7 @@ class Perturbation(ABC):
 def dense(target: Target, key: DrawKey) -> Dense:
     """Returns standard normal noise for `target`."""
     shape, dtype = target.stored_shape, target.state_dtype
-    return Dense(shape=shape, device=target.device, dtype=dtype, **key.of(target, "z"))
+    return Dense(shape=shape, device=target.device, dtype=dtype, **key.of(target.name, "z"))
 
 
 class DenseGaussian(Perturbation):
@@ -258,19 +244,25 @@ class SmallEntries(Perturbation):
                     f"this method chooses entries by their size, and {target.name} ({target.parameter.dtype}) cannot "
                     "be written in place; use head-feedback, tezo or a plain float base."
                 )
-        self._bounds = {}  # found when they are first needed: of a large model that takes seconds
+        self._bounds = {}  # measured by the first refresh: of a large model that takes seconds
 
     def state(self) -> dict[str, Tensor]:
         return {f"bound/{name}": torch.tensor(bound, dtype=torch.float64) for name, bound in self._bounds.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self._bounds |= {key.removeprefix("bound/"): float(value) for key, value in state.items()}
+        start = "bound/"
+        self._bounds |= {key.removeprefix(start): float(v) for key, v in state.items() if key.startswith(start)}
+
+    def refresh(self, target: Target, key: DrawKey) -> None:
+        del key
+        if target.name not in self._bounds:  # nothing has been written yet
+            self._bounds[target.name] = small_bound(target.parameter.data, self.sparsity)
 
     def direction(self, target: Target, key: DrawKey, state: Mapping[str, Tensor]) -> MaskedNoise:
         del state
-        if target.name not in self._bounds:  # nothing has been written yet
-            self._bounds[target.name] = small_bound(target.parameter.data, self.sparsity)
-        weight, bound = target.parameter.data.view(target.stored_shape), self._bounds[target.name]
+        known = self._bounds.get(target.name)
+        bound = small_bound(target.parameter.data, self.sparsity) if known is None else known
+        weight = target.parameter.data.view(target.stored_shape)
         tiles = row_tiles(target.stored_shape, weight.device)
         masks = {rows.start: packed(weight[rows].abs() <= bound) for rows in tiles}
         return MaskedNoise(**vars(dense(target, key)), masks=masks)

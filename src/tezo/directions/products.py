@@ -1,16 +1,14 @@
-"""Scratch buffers, row slices, and products in float32 on CPUs that emulate half precision.
+"""How a model computes while its losses are measured: in evaluation mode, and in float32 on CPUs that emulate halves.
 
 Which CPUs do is measured once, because neither a list of processors nor the features that they report say how fast
 torch's products are. The result is kept in the user's cache folder, so that later processes compute with the same bits.
 """
 
 import functools
-import math
 import platform
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,34 +16,31 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from tezo.directions.scratch import row_slices, scratch
 from tezo.system.files import NumberCache, default_cache
 
 TILE = 1 << 19
 """Number of entries of a tile that is cast to float32 (2 MB)."""
 
-_kept = threading.local()
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts all modules into evaluation mode while open, so that all evaluations of a step use the same function."""
+    was_training = [module for module in model.modules() if module.training]
+    for module in was_training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in was_training:
+            module.training = True
 
 
-def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a contiguous, uninitialised tensor; the thread's next call with this role, dtype and device reuses it.
-
-    Mapping new memory page by page can take longer than the arithmetic on it. Buffers in use at the same time need
-    different roles. They have at most one tile, because the memory is kept until the thread ends.
-    """
-    size = math.prod(shape)
-    buffers: dict[Any, Tensor] = vars(_kept)
-    key = (role, dtype, device)
-    if key not in buffers or buffers[key].numel() < size:
-        with torch.inference_mode(mode=False):  # an inference tensor could not be written outside inference mode
-            buffers[key] = torch.empty(size, dtype=dtype, device=device)
-    return buffers[key][:size].view(shape)
-
-
-def row_slices(shape: tuple[int, ...], most: int) -> Iterator[slice]:
-    """Yields slices that cover all rows of an array, each with at most `most` entries (at least one row)."""
-    step = max(1, most // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        yield slice(start, min(start + step, shape[0]))
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The context in which losses are measured: evaluation mode, and `float32_on_emulating_cpu`."""
+    with evaluation_mode(model), float32_on_emulating_cpu(model):
+        yield
 
 
 def float32_linear(x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None) -> Tensor:

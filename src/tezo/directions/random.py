@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import TypedDict
 
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tezo.directions.products import scratch
+from tezo.directions.scratch import scratch
 
 
 class Key(TypedDict):
@@ -35,6 +36,19 @@ class Key(TypedDict):
     step: int
     name: str
     role: str
+
+
+@dataclass(frozen=True)
+class DrawKey:
+    """Key of a direction: the seed of the run, the step (from 0) and the index among the step's directions."""
+
+    seed: int
+    step: int
+    index: int = 0
+
+    def of(self, name: str, role: str) -> Key:
+        """Returns the key of a draw for the parameter of this name."""
+        return {"seed": self.seed, "step": self.step, "name": name, "role": f"{role}.{self.index}"}
 
 
 Drawn = list[tuple[tuple[int | str, ...], int]]

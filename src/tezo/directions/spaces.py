@@ -26,8 +26,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from tezo.directions.products import row_slices, scratch
 from tezo.directions.random import Key, Signs, fill_normal_
+from tezo.directions.scratch import row_slices, scratch
 
 TILE, DEVICE_TILE = 3 << 18, 1 << 25
 """Entries of a dense tile, the largest temporary of a dense draw or write: on a CPU, where a 768 x 768 matrix is one
@@ -90,18 +90,13 @@ class FixedCoefficient(CoefficientDraw):
 class OwnNumbers(CoefficientDraw):
     """Coefficients cut from one stream of numbers, in the order of the examples; for few numbers, which are kept.
 
-    `draw` returns the first numbers of the stream, of a given shape; `shape` is that of one coefficient.
+    `draw` returns the first numbers of the stream, of a given shape; a coefficient has the shape, dtype and device of
+    `like`.
     """
 
-    def __init__(
-        self,
-        draw: Callable[[tuple[int, ...]], Tensor],
-        shape: tuple[int, ...],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._draw, self._shape = draw, shape
-        self._drawn = torch.empty(0, device=device, dtype=dtype)
+    def __init__(self, draw: Callable[[tuple[int, ...]], Tensor], like: Tensor) -> None:
+        self._draw, self._shape = draw, like.shape
+        self._drawn = like.new_empty(0)
 
     def __call__(self, examples: Sequence[int]) -> Tensor:
         count = 1 + max(examples)
@@ -279,7 +274,7 @@ class FixedFactors(Direction):
     casts_coefficient: ClassVar[bool] = False
     """Whether the products cast the coefficient to the dtype of the output, instead of multiplying it as it is."""
 
-    @property
+    @cached_property
     def coefficient(self) -> Tensor:
         """The coefficient of the direction: its coordinates in the space of the fixed factors."""
         return self.draw.of(0)
@@ -289,7 +284,9 @@ class FixedFactors(Direction):
 
     def with_coefficient(self, coefficient: Tensor) -> Self:
         """Returns the direction with this coefficient and the same fixed factors."""
-        return replace(self, draw=FixedCoefficient(coefficient))
+        point = replace(self, draw=FixedCoefficient(coefficient))
+        vars(point)["coefficient"] = coefficient  # known: products read it once a layer and pass
+        return point
 
     def scaled(self, scales: Sequence[float]) -> Self:
         """Returns G points, each the direction times one of the scales."""

@@ -8,12 +8,11 @@ import torch
 
 from tezo.directions.targets import find_targets, select_targets
 from tezo.forecast.memory import advice, forecasts, memory_of_model
+from tezo.methods import AUTO, method
 from tezo.models.loading import EMBEDDED, LoadedModel, embedded_source
 from tezo.models.quantization import bytes_of, stored_bytes
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.measured_scale import MeasuredScale
-from tezo.optim.methods import AUTO, method
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, usable_memory, versions
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import FORECAST, KEPT, RHO, current
@@ -133,14 +132,13 @@ def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
 
     def build(settings: Config) -> BaseOptimizer:
         optimizer = make_optimizer(settings, loaded, untrained=())
-        if isinstance(optimizer, ZerothOrderOptimizer):
-            optimizer.set_calibration_passes(basis_passes(loaded, objective, encoded, config.train.seed))
+        optimizer.set_passes(basis_passes(loaded, objective, encoded, config.train.seed))
         return optimizer
 
     config, _ = with_directions(config.with_options(rho=AUTO), seen, build, measuring=True)
     optimizer = build(config)
     try:
-        found = resolve_rho(config, optimizer, seen)[2] if isinstance(optimizer, ZerothOrderOptimizer) else None
+        found = None if optimizer.by_gradients else resolve_rho(config, optimizer, seen)[2]
     finally:
         optimizer.close()
     if found is None:

@@ -20,11 +20,11 @@ import torch
 from tezo.directions.bases.activation import groups
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.forecast.memory import copies_of, first_order_kept, forecast
+from tezo.methods import AUTO, METHODS, method
 from tezo.models.quantization import stored_bytes
 from tezo.optim.estimators.estimate import FEEDBACK, GRADIENT
 from tezo.optim.measured_scale import most_passes, passes_of_reach
-from tezo.optim.methods import AUTO, METHODS, method
-from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
+from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.environment import hardware, memory_for, peak_memory
 from tezo.system.errors import RequestError
 from tezo.system.progress import CHECKING, TIMING, current, metered
@@ -209,7 +209,7 @@ def _measured(config: Config, job: Job) -> dict[str, int]:
 def _memory(job: Job, before: int) -> dict[str, int]:
     """Returns bytes; the peak is that of the timed pass, made for both signs, and what the method keeps beside it."""
     after, name = peak_memory(job.loaded.device), job.config.method.name
-    factors = job.optimizer.factor_bytes if isinstance(job.optimizer, ZerothOrderOptimizer) else 0
+    factors = job.optimizer.factor_bytes
     if name in METHODS:
         job.optimizer.close()
         options = {key: value for key, value in job.config.method.options.items() if value != AUTO and key != "targets"}

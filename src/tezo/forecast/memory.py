@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
 from tezo.directions.bases.activation import collecting_bytes
-from tezo.directions.perturbation import DrawKey
+from tezo.directions.random import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.directions.targets import ALL, device_of, is_packed, select_targets
 from tezo.forward.perturbed_parameter import PerturbedParameter
+from tezo.methods import METHODS, Method
 from tezo.models.kinds import Kind, ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
@@ -34,7 +35,6 @@ from tezo.models.quantization import stored_bytes
 from tezo.optim.estimators.estimate import ParameterEstimate
 from tezo.optim.estimators.two_point import fitting_copies
 from tezo.optim.first_order import SteppedWeight
-from tezo.optim.methods import METHODS, Method
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.readers import logits_at, no_cache
@@ -91,7 +91,7 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
     except RequestError as error:
         return Forecast(method.name, refusal=str(error))
     try:
-        ranks = {name: rank for name in optimizer.moving if (rank := optimizer.rank_and_way(name)[0]) is not None}
+        ranks = {name: rank for name in optimizer.parameters if (rank := optimizer.rank_and_way(name)[0]) is not None}
         matrices = [target for target in optimizer.targets if target.name in ranks]
         return Forecast(
             method.name,
@@ -100,7 +100,7 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
             collecting=collecting_bytes(matrices, ranks) if sees_data else 0,
             written=sum(
                 moving.target.parameter.nbytes
-                for moving in optimizer.moving.values()
+                for moving in optimizer.parameters.values()
                 if moving.writes_weight or optimizer.update.writes_weight
             ),
             rank=max(ranks.values(), default=None),
@@ -114,7 +114,7 @@ def _kept(optimizer: ZerothOrderOptimizer) -> int:
     """Returns the bytes of all coefficients and moments; parameters of one shape and kind are measured once."""
     known: dict[Any, int] = {}
     total = 0
-    for moving in optimizer.moving.values():
+    for moving in optimizer.parameters.values():
         alike = (moving.target.shape, moving.target.parameter.dtype, moving.target.kind, type(moving))
         if alike not in known:
             known[alike] = _kept_for(optimizer, moving)

@@ -2,10 +2,10 @@
 
 from tezo.directions.spaces import Direction, FixedFactors, SignedDense
 from tezo.directions.targets import Target
+from tezo.forward.beside_weight import InForward
 from tezo.forward.blocks import Blocks
 from tezo.forward.dense import DenseInForward, SignedInForward, VectorInForward
 from tezo.forward.in_place import FromCopy, InPlace
-from tezo.forward.low_rank import InForward
 from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.forward.perturbed_parameter import Shift as Shift
 

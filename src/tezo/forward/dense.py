@@ -20,8 +20,9 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from tezo.directions import spaces
-from tezo.directions.products import multiplies_bfloat16, row_slices, scratch
+from tezo.directions.products import multiplies_bfloat16
 from tezo.directions.random import generator
+from tezo.directions.scratch import row_slices, scratch
 from tezo.directions.spaces import Dense, SignedDense, row_tiles
 from tezo.directions.targets import Layout, Site, Target, only_input
 from tezo.forward import rounding
@@ -177,7 +178,7 @@ class DenseInForward(PerturbedParameter):
 
     def _round(self, moved_GTN: Tensor, base: Tensor, drawn: dict[int, Tensor], rows: slice) -> None:
         exact = scratch("moved exactly", tuple(base.shape), base.dtype, base.device)
-        key, role = self._key, f"perturbed.{rows.start}"
+        key, role = self.key, f"perturbed.{rows.start}"
         noise = generator(base.device, seed=key.seed, step=key.step, name=self.target.name, role=role)
         for moved, shift in zip(moved_GTN, self.shifts, strict=True):
             torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=exact)

@@ -188,8 +188,8 @@ def changes_of(model: nn.Module, count: int) -> list[dict[str, tuple[Tensor, Ten
         RequestError: what is tuned has a change that is not low-rank, or each example has its own.
     """
     found: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in range(count)]
-    for moving in open_on(model.parameters()):
-        blocks = moving.changes()
+    for tuned in open_on(model.parameters()):
+        blocks = tuned.changes()
         if len(blocks) not in (1, count):
             raise RequestError(
                 "method.directions is per-example, which is not computed by an engine; set method.directions=shared."
@@ -197,5 +197,5 @@ def changes_of(model: nn.Module, count: int) -> list[dict[str, tuple[Tensor, Ten
         for own, pair in zip(found, blocks * count if len(blocks) == 1 else blocks, strict=True):
             if pair is not None:
                 left_MK, right_NK = (factor.detach().float().cpu() for factor in pair)
-                own[moving.target.sites[0].name] = right_NK.T.contiguous(), left_MK.contiguous()
+                own[tuned.target.sites[0].name] = right_NK.T.contiguous(), left_MK.contiguous()
     return found

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tezo.directions.perturbation import DrawKey
 from tezo.directions.spaces import Direction, FixedFactors, row_tiles
 from tezo.directions.targets import Target
 from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, require_writable
@@ -52,12 +51,11 @@ class FromCopy(PerturbedParameter):
         super().__init__(target)
         self._copy = target.parameter.data.new_empty(0)
 
-    def begin(self, direction: Direction, key: DrawKey) -> None:
-        super().begin(direction, key)
-        self._copy = self.weight.clone()
-
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
-        self.weight.copy_(self._copy)
+        if self.shifts:
+            self.weight.copy_(self._copy)
+        else:
+            self._copy = self.weight.clone()
         self.shifts = tuple(shifts)
         for shift in shifts:
             shift.direction.add_to_(self.weight, shift.scale)

@@ -1,185 +1,22 @@
-"""The interface of a tuned parameter: temporary perturbations during a step, and permanent updates.
-
-And what a step needs around them: signals that wait, evaluation mode, and state dicts that have the trained change.
-"""
+"""The interface of a tuned parameter: temporary perturbations during a step, and permanent updates."""
 
 import gc
-import signal
-import threading
-import weakref
-from _signal import getsignal  # type: ignore[import-not-found]  # the public one is 80 times as slow
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import FrameType
-from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.perturbation import DrawKey
-from tezo.directions.random import generator
-from tezo.directions.spaces import Direction, row_tiles
+from tezo.directions.random import DrawKey, generator
+from tezo.directions.spaces import Direction, FixedFactors, row_tiles
 from tezo.directions.targets import Target
 from tezo.forward import rounding
-from tezo.forward.interception import Interception, Uncopied
+from tezo.forward.interception import Interception
+from tezo.forward.state_dict import InStateDict
 from tezo.system.errors import RequestError
-
-_NUMBERS = tuple(map(int, signal.valid_signals()))
-"""All signals of this system."""
-_INSISTENT = frozenset({signal.SIGINT, signal.SIGTERM})
-"""Signals of which a second one does not wait: a closure may hang."""
-
-_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-"""Signal -> the handler in Python that `_wait` stands for."""
-_waiting: list[tuple[int, FrameType | None]] = []
-"""Signals that came during a step and wait, in order."""
-_state = {"waits": False, "commits": False}
-"""Whether signals wait, and whether the update has begun, in which a second signal waits too."""
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Makes the handlers of signals wait for `let_interrupt`, or for the end, while open.
-
-    Python runs a handler between any two instructions. One that raises, as Ctrl-C raises KeyboardInterrupt, would end a
-    step between a perturbation and its removal, or between the updates of two parameters. A second SIGINT or SIGTERM
-    does not wait, until the update has begun.
-    """
-    if _state["waits"] or threading.current_thread() is not threading.main_thread():
-        yield  # handlers run in the main thread alone
-        return
-    try:
-        _state.update(waits=True, commits=False)
-        _take_over()
-        yield
-        let_interrupt()
-    finally:
-        _state["waits"] = False
-        # where a handler raises in between, `_wait` stays in the place of others, and passes their signals on
-        for number, handler in list(_handlers.items()):
-            if getsignal(number) is _wait:
-                signal.signal(number, handler)
-        _handle_waiting()
-
-
-def let_interrupt(*, last: bool = False) -> None:
-    """Runs the handlers that wait; one of them may raise. The `last` one precedes the update, which no signal ends."""
-    if _waiting and _state["waits"]:
-        _state["waits"] = False
-        try:
-            _handle_waiting()
-        finally:
-            _state["waits"] = True
-            _take_over()  # from handlers that those that waited have set
-    if last:
-        _state["commits"] = True
-
-
-def _take_over() -> None:
-    for number in _NUMBERS:
-        handler = getsignal(number)
-        if callable(handler) and handler is not _wait:
-            _handlers[number] = handler
-            signal.signal(number, _wait)
-
-
-def _wait(number: int, frame: FrameType | None) -> None:
-    before = [one for one in _waiting if one[0] == number]
-    insists = bool(before) and number in _INSISTENT and not _state["commits"]
-    if _state["waits"] and not insists:
-        _waiting.append((number, frame))
-        return
-    for one in before:
-        _waiting.remove(one)
-        _handle(*one)
-    _handle(number, frame)
-
-
-def _handle_waiting() -> None:
-    """Runs the handler of each signal that waits; where several raise, the last error has the others as its context."""
-    if _waiting:
-        one = _waiting.pop(0)
-        try:
-            _handle(*one)
-        finally:
-            _handle_waiting()
-
-
-def _handle(number: int, frame: FrameType | None) -> None:
-    own = getsignal(number)
-    handler = _handlers.get(number) if own is _wait else own
-    if callable(handler):
-        handler(number, frame)
-    elif own == signal.SIG_DFL:  # set by the handler of the first signal
-        signal.raise_signal(number)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Puts all modules into evaluation mode while open, so that all evaluations of a step use the same function."""
-    was_training = [module for module in model.modules() if module.training]
-    for module in was_training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True
-
-
-def require_plain(target: Target) -> None:
-    """Raises a `RequestError` if a state dict cannot have the weight with its change added."""
-    if not target.is_writable:
-        raise RequestError(
-            f"state_dict: the change of {target.name} is beside a weight that is packed, offloaded or sharded, and "
-            "cannot be added to it; save the adapter instead (export_adapter of its optimizer, or export of its run)."
-        )
-
-
-class InStateDict(Uncopied):
-    """Hooks by which state dicts have what the modules compute with, more than the stored weight.
-
-    `torch.save(model.state_dict())` and `save_pretrained` would else write the untuned weight, and a loaded weight
-    would get the change of the one before on top. `merged` returns a new tensor with the values that the modules
-    compute with, None for the stored ones; `replaced` is called before stored values are loaded.
-    """
-
-    def __init__(self, target: Target, merged: Callable[[], Tensor | None], replaced: Callable[[], object]) -> None:
-        self._merged, self._replaced = merged, replaced
-        self._last: Callable[[], Tensor | None] = lambda: None
-        self._handles: list[RemovableHandle] = []
-        for site in target.sites:
-            module: Any = site.module
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter is target.parameter:
-                    self._handles += [
-                        module.register_state_dict_post_hook(partial(self._save, name)),
-                        module.register_load_state_dict_pre_hook(partial(self._load, name)),
-                    ]
-
-    def _save(self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        del module
-        merged = self._last()
-        if merged is None or all(value is not merged for value in state.values()):
-            merged = self._merged()
-        if merged is not None:
-            state[prefix + name] = merged
-            self._last = weakref.ref(merged)
-
-    def _load(self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-        del module
-        if prefix + name in state:
-            self._replaced()
-
-    def remove(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -197,8 +34,13 @@ class Shift:
 class PerturbedParameter(ABC):
     """One tuned parameter, W_t.
 
-    The order of a step is: `begin`; `set_perturbations` with +rho and -rho, in one pass or in two; `set_perturbations`
-    with no shifts; then the update rule calls `add_`. Between steps the model computes with W_t.
+    The order of a step is: `refresh`; `set_perturbations` with +rho and -rho, in one pass or in two;
+    `set_perturbations` with no shifts; then the update rule calls `add_`. Between steps the model computes with W_t.
+
+    Attributes:
+        target: the parameter.
+        shifts: the perturbations that are set.
+        key: of the step; stochastic rounding is drawn from it.
     """
 
     way = "in forward"
@@ -235,14 +77,21 @@ class PerturbedParameter(ABC):
             InStateDict(target, self.merged, self.replaced)
         ]
         self.shifts: tuple[Shift, ...] = ()
-        self._key = DrawKey(0, 0)
-        self._rounding: torch.Generator | None = None
+        self.key = DrawKey(0, 0)
+        self._rounding: tuple[DrawKey, torch.Generator] | None = None
 
-    def begin(self, direction: Direction, key: DrawKey) -> None:
-        """Prepares for a step whose directions share the fixed factors of `direction`."""
-        del direction
-        self._key = key
-        self._rounding = None
+    def refresh(self, key: DrawKey, origin: FixedFactors | None) -> None:
+        """Prepares for the step of `key`.
+
+        Where its directions have other fixed factors than those before, the change trained with these is moved into
+        the stored tensor, or compressed and stored beside it.
+
+        Args:
+            key: of the step.
+            origin: zero of the space of its directions; None: they are dense.
+        """
+        del origin
+        self.key = key
 
     @abstractmethod
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
@@ -270,9 +119,9 @@ class PerturbedParameter(ABC):
         """Returns the tensors of the trained change that is not in the stored tensor, by key."""
         return {}
 
-    def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
-        """Restores the result of `state`; `draw` returns a direction with the factors of a step, None for the last."""
-        del draw, state
+    def load_state(self, origin: Callable[[int | None], FixedFactors | None], state: Mapping[str, Tensor]) -> None:
+        """Restores the result of `state`; `origin` returns zero of the space of a refresh step, None for the last."""
+        del origin, state
 
     def trained(self) -> list[tuple[Tensor, Tensor]]:
         """Returns (left, right) pairs; the change stored beside the stored tensor is the sum of left @ right^T."""
@@ -327,10 +176,11 @@ class PerturbedParameter(ABC):
     @property
     def rounding(self) -> torch.Generator:
         """The step's generator for stochastic rounding."""
-        if self._rounding is None:
-            device, key = self.target.parameter.device, self._key
-            self._rounding = generator(device, seed=key.seed, step=key.step, name=self.target.name, role="rounding")
-        return self._rounding
+        if self._rounding is None or self._rounding[0] is not self.key:
+            device, key = self.target.parameter.device, self.key
+            draw = generator(device, seed=key.seed, step=key.step, name=self.target.name, role="rounding")
+            self._rounding = key, draw
+        return self._rounding[1]
 
 
 _open: WeakSet[PerturbedParameter] = WeakSet()
@@ -340,12 +190,12 @@ _open: WeakSet[PerturbedParameter] = WeakSet()
 def open_on(parameters: Iterable[Tensor]) -> list[PerturbedParameter]:
     """Returns what perturbs and updates any of these, of optimizers that are not closed."""
     asked = {id(parameter) for parameter in parameters}
-    return [moving for moving in _open if id(moving.target.parameter) in asked]
+    return [each for each in _open if id(each.target.parameter) in asked]
 
 
 def is_changed_beside(parameters: Iterable[Tensor]) -> bool:
     """Returns whether an open optimizer has trained a change of any of these that is not in the stored tensors."""
-    return any(moving.state() for moving in open_on(parameters))
+    return any(each.state() for each in open_on(parameters))
 
 
 def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
@@ -357,21 +207,21 @@ def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
         RequestError: they cannot be added, because the tensors are packed.
     """
     ours = open_on(parameters)
-    if any(moving.owner() is not None and moving.state() for moving in ours):
+    if any(each.owner() is not None and each.state() for each in ours):
         gc.collect()  # its optimizer may be gone but for a cycle
-    left = [moving for moving in ours if moving.owner() is None]
-    changed = [moving for moving in left if keep and moving.state()]
-    for moving in changed:
-        if not moving.target.is_writable:
+    left = [each for each in ours if each.owner() is None]
+    changed = [each for each in left if keep and each.state()]
+    for each in changed:
+        if not each.target.is_writable:
             raise RequestError(
-                f"{moving.target.name} has been tuned by a run or optimizer that is gone, and is packed, so that it "
+                f"{each.target.name} has been tuned by a run or optimizer that is gone, and is packed, so that it "
                 "cannot take the change; load the model again."
             )
     with torch.inference_mode(False), torch.no_grad():
-        for moving in changed:
-            moving.fold()
-    for moving in left:
-        moving.close()
+        for each in changed:
+            each.fold()
+    for each in left:
+        each.close()
     return bool(changed)
 
 

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from tezo.directions.products import scratch
+from tezo.directions.scratch import scratch
 
 
 def add_(weight: Tensor, delta: Tensor, alpha: float, draw: torch.Generator) -> None:

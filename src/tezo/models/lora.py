@@ -26,13 +26,12 @@ from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
 from tezo.directions.targets import Site, Target, layout_of, only_input, place_of
-from tezo.forward.low_rank import join
-from tezo.forward.perturbed_parameter import InStateDict, require_plain
+from tezo.forward.beside_weight import join
+from tezo.forward.state_dict import InStateDict, require_plain
 from tezo.models.identity import check_model, fingerprint
 from tezo.models.kinds import Kind, kind_of
 from tezo.models.stored import files_of
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
 from tezo.system.files import own_object, plain_file, read_object
 
@@ -63,9 +62,9 @@ class Adapter:
 def make_adapter(optimizer: BaseOptimizer) -> Adapter:
     """Returns the adapter that equals the change an optimizer has trained; `RequestError` if there is none."""
     reason = optimizer.why_no_adapter()
-    if reason is not None or not isinstance(optimizer, ZerothOrderOptimizer):
+    if reason is not None:
         raise RequestError(f"there is no exact adapter, because {reason}; export the merged model.")
-    changes, pairs = optimizer.parameters.low_rank_changes(), {}
+    changes, pairs = optimizer.low_rank_changes(), {}
     rank = max(max(change.rank, sum(left.shape[1] for left, _ in change.parts)) for change in changes)
     for change in changes:
         rows, columns = change.target.matrix_shape

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
+from tezo.methods import METHODS
 from tezo.models.gguf import is_gguf
 from tezo.models.identity import Fingerprint, fingerprint
 from tezo.models.kinds import IN_MEMORY, Kind, ModelConfig, kind_of
@@ -19,7 +20,6 @@ from tezo.models.loading import CLASSES, EMBEDDED, LoadedModel
 from tezo.models.lora import ALLOWED_RANKS, BASE, Adapter, make_adapter, next_allowed, save_adapter, save_model
 from tezo.models.peft import check_in_peft, why_not_in_peft
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.methods import METHODS
 from tezo.system.files import write_file
 
 CARD = "README.md"

@@ -1,5 +1,6 @@
 """The base class of optimizers: what a training run asks of the zeroth-order ones and of first-order Adam alike."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,9 +8,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from tezo.directions.bases.basis import FactorStore, Passes, RowsOf
 from tezo.directions.targets import Target
-from tezo.optim.estimators.estimate import Closure, StepRecord
+from tezo.optim.estimators.estimate import Closure, Probe, StepRecord
+from tezo.optim.tuned_parameters import LowRankChange
 from tezo.system.errors import NonFiniteLossError, RequestError
+from tezo.system.processes import ProcessGroup
 
 SOURCES = GIVEN, DEFAULT, RESOLVED = "given", "default", "resolved"
 MOST_SHOWN = 3
@@ -53,14 +57,17 @@ def _text(value: Any) -> str:
 class BaseOptimizer(ABC):
     """An optimizer of the parameters of a model, as used by a training run.
 
-    By hooks, and by state of its dtype and device, it belongs to the model as it was when the optimizer was made.
+    By hooks, and by state of its dtype and device, it belongs to the model as it was when the optimizer was made. What
+    only one kind of optimizer has, the others have as a default: no cost, nothing found, or a refusal.
 
     Attributes:
         model: the tuned model.
         targets: the tuned parameters.
         param_groups: as in torch.optim; "lr" is the learning rate of the next step.
         rules: names of the rules that a step can follow, the default first.
+        by_gradients: whether a step takes the gradient of the loss, so that its record does not repeat it.
         num_directions: random directions per step; 0 for gradient steps.
+        per_example: whether each example of a batch has directions of its own.
         num_steps: number of steps taken.
         num_forward_passes: number of closure evaluations in all steps.
         num_idle_steps: number of steps whose directions told nothing; see `StepRecord.is_idle`.
@@ -68,19 +75,26 @@ class BaseOptimizer(ABC):
         plan: function of a step -> (the rule that it follows where none is given, factor of its learning rate); None:
             every step follows the first rule.
         settings: option of the method -> its value and source; as text, a table.
+        unperturbed_loss: loss of the model as it is, which the losses of a step are compared with; infinite: they are
+            not; None: not known.
+        warn: called with a message where a loss of a step is far above it; else a warning is given.
     """
 
     model: Any
     targets: list[Target]
     param_groups: list[dict[str, Any]]
     rules: tuple[str, ...]
+    by_gradients = False
     num_directions: int = 0
+    per_example = False
     num_steps: int = 0
     num_forward_passes: int = 0
     num_idle_steps: int = 0
     last_step: StepRecord | None = None
     plan: Callable[[int], tuple[str, float]] | None = None
     settings: Settings = Settings()
+    unperturbed_loss: float | None = None
+    warn: Callable[[str], object] = staticmethod(warnings.warn)
 
     def bind(self, targets: Sequence[Target]) -> None:
         """Notes the dtype and device of the parameters; `check_bound` compares.
@@ -139,6 +153,120 @@ class BaseOptimizer(ABC):
     def step(self, closure: Closure | None = None, *, rule: str | None = None) -> float | None:
         """Takes one step by a rule, the first of `rules` if None, and returns its loss."""
 
+    def replay(self, record: StepRecord) -> None:
+        """Repeats a finished step from its record, without evaluating a closure.
+
+        Args:
+            record: record of step `num_steps` of a run with the same seed and settings.
+
+        Raises:
+            RequestError: this is not the record of the next step, or its steps are `by_gradients`.
+        """
+        del record
+        raise RequestError("method.name: this method steps along gradients, which a record does not have.")
+
+    def measure(self, closure: Closure, rho: float | None = None) -> tuple[Probe, ...]:
+        """Measures along the directions of the next step; no step is taken.
+
+        Returns one probe for each direction, or each example and each of its directions: that of example i along the
+        j-th of q is at place i q + j.
+
+        Args:
+            closure: as in `step`.
+            rho: perturbation scale; None: that of the steps.
+        """
+        del closure, rho
+        raise RequestError("method.name: this method has no directions to measure along.")
+
+    def ahead(self, closure: Closure, rho: float, most: int | None = None) -> list[float]:
+        """Measures the loss at W + rho Z alone, along the directions of the next step, in the order of `measure`.
+
+        Args:
+            closure: as in `step`.
+            rho: perturbation scale.
+            most: number of directions, the first ones; None: all.
+        """
+        del closure, rho, most
+        raise RequestError("method.name: this method has no directions to measure along.")
+
+    @property
+    def rho(self) -> float:
+        """Perturbation scale; 0 where nothing is perturbed."""
+        return 0.0
+
+    def set_rho(self, rho: float) -> None:
+        """Sets the perturbation scale of the steps that follow.
+
+        Raises:
+            RequestError: it is not positive, or nothing is perturbed.
+        """
+        raise RequestError(f"method.rho is {rho:g}, and this method perturbs nothing; leave it out.")
+
+    def set_passes(self, passes: Passes) -> None:  # noqa: B027 - most methods need none
+        """Sets the forward passes from which a basis that sees data is computed.
+
+        Args:
+            passes: function of the refresh step that runs the model on some training rows; the basis is computed from
+                the inputs of each layer. It is called when factors are first needed, and at every refresh. Without it
+                the closure of the step is called.
+        """
+
+    def set_rows(self, rows: RowsOf) -> None:  # noqa: B027
+        """Sets the rows from whose outputs a basis is computed; without them they are those of each step.
+
+        Args:
+            rows: function of the refresh step and of the most rows that are wanted; it returns a `RowsClosure` of
+                training rows that gives outputs, such as one of `tezo.closure`. Where its first ones are rows of the
+                step, its `stepped` says how many.
+        """
+
+    def set_factor_store(self, store: FactorStore) -> None:  # noqa: B027
+        """Sets the store for tensors computed from data, so that steps can be replayed without the data."""
+
+    def share_directions(self, processes: ProcessGroup) -> None:
+        """Distributes the directions of the following steps among the ranks; every rank steps along all of them."""
+        del processes
+        raise RequestError("train.parallel is directions, and this method has none; start it without torchrun.")
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What the last step, and the last refresh of its basis, measured beside losses: JSON."""
+        return {}
+
+    @property
+    def idle_steps(self) -> int | None:
+        """Steps in a row without a change, or that hardly lower the dev loss, that end a run; None: none do."""
+        return None
+
+    @property
+    def cost_of_basis(self) -> tuple[int, float]:
+        """(calls of the model, seconds) spent on a data-dependent basis so far."""
+        return 0, 0.0
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the stored fixed factors."""
+        return 0
+
+    @property
+    def compression_error(self) -> float:
+        """Largest `PerturbedParameter.compression_error` of all parameters; 0.0 if nothing was compressed."""
+        return 0.0
+
+    def rate_divisor(self, kappa_sq: float) -> float:
+        """Returns the smallest number by which a step divides its estimate; see `Update.divisor`."""
+        del kappa_sq
+        return 1.0
+
+    def largest_rank(self, steps: int) -> int:
+        """Returns the largest rank of a change of a weight in a run of so many steps, with its perturbation."""
+        del steps
+        return 0
+
+    def low_rank_changes(self) -> list[LowRankChange]:
+        """Returns the trained change of each matrix that is perturbed in the forward pass."""
+        return []
+
     @abstractmethod
     def passes_of(self, rule: str, *, first: bool) -> int:
         """Returns the closure evaluations of a step; `first`: no step by this rule comes before it."""
@@ -169,7 +297,7 @@ class BaseOptimizer(ABC):
 
     @abstractmethod
     def tuned_tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors that training changes, by name; not copies."""
+        """Returns all tensors that training changes, by the names of `tezo.optim.optimizer_state`; not copies."""
 
     def tuned_state(self) -> dict[str, Tensor]:
         """Returns CPU copies of `tuned_tensors`."""

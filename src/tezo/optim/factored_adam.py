@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tezo.directions.products import multiplies_bfloat16, row_slices, scratch
+from tezo.directions.products import multiplies_bfloat16
+from tezo.directions.scratch import row_slices, scratch
 from tezo.directions.spaces import CP, Dense, Direction
 from tezo.forward import rounding
 from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.optim.estimators.estimate import ParameterEstimate
-from tezo.optim.updates import Adam, State, reciprocal_root_
+from tezo.optim.updates import Adam, Moments, reciprocal_root_
 
 TILE = 3 << 18
 """Entries of a tile on a CPU: two float32 tiles, a bfloat16 one and the rounding noise, 11 MB."""
@@ -117,10 +118,10 @@ class FactoredAdam(Adam):
     takes: tuple[type[Direction], ...] = (Dense, CP)
     writes_weight = True
 
-    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         point = estimate.direction
         if not isinstance(point, CP):
-            super().step(moving, estimate, state, lr)
+            super().step(parameter, estimate, state, lr)
             return
         tau_m_R, tau_v_R = state["exp_avg"], state["exp_avg_sq"]
         for _, grad in estimate.tiles():
@@ -129,4 +130,4 @@ class FactoredAdam(Adam):
         factors = AdamFactors(
             point.u_MR, point.v_NR, tau_m_R / first, tau_v_R / second, self.eps, eps_in_sqrt=self.eps_in_sqrt
         )
-        factored_adam_(moving.weight, factors, lr, moving.rounding)
+        factored_adam_(parameter.weight, factors, lr, parameter.rounding)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from tezo.directions.random import generator, seed_of
 from tezo.directions.targets import ALL, Target, select_targets
 from tezo.forward import rounding
-from tezo.forward.perturbed_parameter import let_interrupt, uninterrupted
 from tezo.optim.base_optimizer import BaseOptimizer
+from tezo.optim.checks import check_closure, check_rate
 from tezo.optim.estimators.estimate import GRADIENT, Closure, StepRecord
-from tezo.optim.optimizer import check_rate
 from tezo.optim.updates import check_average
 from tezo.system.errors import RequestError, RunError
+from tezo.system.signals import let_interrupt, uninterrupted
 
 MOST = 10.0
 """Bound of an entry of Adam's step in units of lr, for betas near the default. By Cauchy-Schwarz
@@ -109,6 +109,7 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
     """
 
     rules = (GRADIENT,)
+    by_gradients = True
 
     def __init__(
         self,
@@ -150,8 +151,7 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
             closure: evaluates the objective on this step's batch; the loss must be differentiable.
             rule: `GRADIENT`, or None for the same.
         """
-        if not callable(closure):
-            raise RequestError("step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)).")
+        closure = check_closure(closure)
         self.check_rule(rule or GRADIENT, closure)
         self.check_bound()
         lr = float(self.param_groups[0]["lr"])

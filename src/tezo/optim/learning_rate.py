@@ -30,11 +30,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.perturbed_parameter import evaluation_mode
+from tezo.directions.products import evaluating
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import Closure
 from tezo.optim.measured_scale import MeasuredScale, Progress, untold
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError
 
 T = TypeVar("T")
@@ -97,7 +96,7 @@ class ChosenRate:
 
 
 def choose_lr(
-    optimizer: ZerothOrderOptimizer,
+    optimizer: BaseOptimizer,
     batch: Callable[[int], Closure],
     held_out: Callable[[], Sequence[float]],
     held_out_passes: int,
@@ -124,7 +123,10 @@ def choose_lr(
     default = float(optimizer.param_groups[0]["lr"])
     most = MOST_PASSES * optimizer.num_directions if budget is None else budget
     search = _Search(optimizer, batch, held_out, held_out_passes, max(2, min(TRIAL_STEPS, steps // 5)), most, progress)
-    known, optimizer.own_loss = optimizer.own_loss, math.inf  # a rate that destroys the model is no surprise here
+    known, optimizer.unperturbed_loss = (
+        optimizer.unperturbed_loss,
+        math.inf,
+    )  # a rate that destroys the model is no surprise here
     try:
         bound, trials = search.run(measured)
     except BaseException:
@@ -133,7 +135,7 @@ def choose_lr(
             group["lr"] = default
         raise
     finally:
-        optimizer.own_loss = known
+        optimizer.unperturbed_loss = known
     lr, how = _choice(bound, trials, default)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -177,7 +179,7 @@ class _Search:
         start: the parameters that trials start from; None before the first.
     """
 
-    optimizer: ZerothOrderOptimizer
+    optimizer: BaseOptimizer
     batch: Callable[[int], Closure]
     held_out: Callable[[], Sequence[float]]
     held_out_passes: int
@@ -202,7 +204,7 @@ class _Search:
         self.start = self.optimizer.tuned_state()  # after the first draw: it has a basis that is computed from data
         if kappa_sq == 0 or loss == 0:
             return None, ()
-        divisor = self.optimizer.update.divisor(kappa_sq, directions)
+        divisor = self.optimizer.rate_divisor(kappa_sq)
         by_curvature = divisor / curvature if curvature > 0 else 0.0
         first = FIRST_DECREASE * abs(loss) * divisor / kappa_sq
         if self.budget < MOST_PASSES * directions:  # not enough to grow from far below
@@ -321,7 +323,7 @@ class _Search:
         """Returns losses at the parameters between two steps."""
         self._count(passes)
         model = self.optimizer.model
-        with torch.no_grad(), evaluation_mode(model), float32_on_emulating_cpu(model):
+        with torch.no_grad(), evaluating(model):
             return losses()
 
     def _count(self, passes: int) -> None:

@@ -29,10 +29,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.perturbed_parameter import Shift, evaluation_mode
+from tezo.directions.products import evaluating
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import RowsClosure, precise
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError
 
 SCALES = tuple(float(f"{digit}e-{power}") for power in range(1, 8) for digit in (3, 1))[1:]
@@ -115,7 +114,7 @@ def most_passes(num_directions: int) -> int:
 
 
 def measure_scale(
-    optimizer: ZerothOrderOptimizer,
+    optimizer: BaseOptimizer,
     losses: Callable[[], Tensor | float],
     start: float,
     progress: Progress = untold,
@@ -177,14 +176,12 @@ class _Rows:
         passes: forward passes so far.
     """
 
-    def __init__(
-        self, optimizer: ZerothOrderOptimizer, losses: Callable[[], Tensor | float], progress: Progress
-    ) -> None:
+    def __init__(self, optimizer: BaseOptimizer, losses: Callable[[], Tensor | float], progress: Progress) -> None:
         self._optimizer, self._losses, self._progress = optimizer, losses, progress
         self.passes = 0
         self.odd: dict[float, Tensor] = {}
         self.even: dict[float, Tensor] = {}
-        with torch.no_grad(), evaluation_mode(optimizer.model), float32_on_emulating_cpu(optimizer.model):
+        with torch.no_grad(), evaluating(optimizer.model):
             self.own = self._evaluate()
         self._count(1)
         if not bool(self.own.isfinite().all()):
@@ -327,31 +324,21 @@ MEMBERS = 4
 
 
 @torch.no_grad()
-def measure_reach(optimizer: ZerothOrderOptimizer, loss: Callable[[], float]) -> tuple[float, float]:
+def measure_reach(optimizer: BaseOptimizer, loss: Callable[[], float]) -> tuple[float, float]:
     """Returns (rho, the rise that was measured nearest to it), along directions of the next step.
 
     Args:
         optimizer: whose directions are used; its rho stays as it is.
         loss: mean loss per token of what the model wrote, at the parameters of the time of the call.
     """
-    directions = optimizer.draw().directions
-    count = min(MEMBERS, len(next(iter(directions.values()))))
+    count = min(MEMBERS, optimizer.num_directions)
     rise = math.inf
-    with evaluation_mode(optimizer.model), float32_on_emulating_cpu(optimizer.model):
-        own = loss()
-        for rho in REACHES:
-            total = 0.0
-            try:
-                for i in range(count):
-                    for name, moving in optimizer.moving.items():
-                        moving.set_perturbations([Shift(directions[name][i], rho)])
-                    total += loss()
-            finally:
-                for moving in optimizer.moving.values():
-                    moving.set_perturbations([])
-            rise = total / count - own
-            if math.isfinite(rise) and rise <= NEAR_RISE * RISE:
-                break
+    with evaluating(optimizer.model):
+        unperturbed = loss()
+    for rho in REACHES:
+        rise = sum(optimizer.ahead(loss, rho, count)) / count - unperturbed
+        if math.isfinite(rise) and rise <= NEAR_RISE * RISE:
+            break
     longer = math.sqrt(RISE / rise) if 0 < rise < math.inf else 3.0
     return float(f"{rho * min(3.0, longer):.1e}"), rise
 

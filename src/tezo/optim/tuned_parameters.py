@@ -1,22 +1,21 @@
 """The parameters that an optimizer tunes, and their trained changes."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from tezo.directions.perturbation import Perturbation
-from tezo.directions.spaces import Dense, Direction, LowRank
+from tezo.directions.spaces import Dense, LowRank
 from tezo.directions.targets import Target
 from tezo.forward import perturbed_parameter
 from tezo.forward.blocks import Blocks
 from tezo.forward.interception import DirectReads
 from tezo.forward.perturbed_parameter import PerturbedParameter, require_writable
-from tezo.optim.updates import State, Update
+from tezo.optim.updates import Update
 from tezo.system.errors import RequestError
 
 
@@ -35,8 +34,8 @@ class LowRankChange:
     parts: Sequence[tuple[Tensor, Tensor]]
 
 
-class TunedParameters:
-    """The tuned parameters of a model, with the perturbation and the update rule that change them.
+class TunedParameters(dict[str, PerturbedParameter]):
+    """Parameter name -> the object that perturbs and updates it, for all tuned parameters of a model.
 
     Args:
         model: the model.
@@ -48,7 +47,6 @@ class TunedParameters:
 
     Attributes:
         blocks: of the model's forward passes.
-        moving: parameter name -> the object that perturbs and updates the parameter.
         merged: whether the trained changes were added to the weights.
         closed: whether the hooks are removed.
         reads_checked: whether `refusing_direct_reads` has been open without an error.
@@ -67,11 +65,11 @@ class TunedParameters:
         in_forward: bool,
         frozen_rank: int | None,
     ) -> None:
-        self.model, self.perturbation, self.update = model, perturbation, update
+        super().__init__()
+        self.model, self.perturbation, self._update = model, perturbation, update
         self.merged = self.closed = self.reads_checked = False
         self.blocks = Blocks(model)
         weakref.finalize(self, self.blocks.close).atexit = False  # what is left has no use for them
-        self.moving: dict[str, PerturbedParameter] = {}
         try:
             for target in targets:
                 kind = perturbation.direction_type(target)
@@ -83,9 +81,9 @@ class TunedParameters:
                     )
                 if update.writes_weight:
                     require_writable(target, "this method")
-                moving = perturbed_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
-                self.moving[target.name] = moving
-                moving.owner = weakref.ref(self)
+                made = perturbed_parameter(target, kind, self.blocks, in_forward=in_forward, frozen_rank=frozen_rank)
+                self[target.name] = made
+                made.owner = weakref.ref(self)
         except BaseException:
             self.close()
             raise
@@ -97,30 +95,30 @@ class TunedParameters:
         Raises:
             RequestError: at the end, if there were any.
         """
-        by_hooks = [moving for moving in self.moving.values() if not moving.in_storage]
+        by_hooks = [parameter for parameter in self.values() if not parameter.in_storage]
         # without it a compiled model would be compiled twice
-        with torch.compiler.set_stance("force_eager"), DirectReads([moving.target for moving in by_hooks]) as reads:
+        with torch.compiler.set_stance("force_eager"), DirectReads([each.target for each in by_hooks]) as reads:
             yield
         if reads.names:
             raise RequestError(
                 f"method.targets: {', '.join(sorted(reads.names))} are read past their modules, where no perturbation "
                 f"reaches them; leave them out ('!{min(reads.names)}'), or set method.in_forward=false."
             )
-        for moving in by_hooks:
-            moving.was_called = False  # what was compiled before there were hooks does not call them
+        for parameter in by_hooks:
+            parameter.was_called = False  # what was compiled before there were hooks does not call them
         self.reads_checked = True
 
-    def writes(self, moving: PerturbedParameter) -> bool:
+    def writes(self, parameter: PerturbedParameter) -> bool:
         """Whether this method changes the stored tensor of a parameter at any time."""
-        folds = self.perturbation.interval is not None and moving.folds_into_weight
-        return moving.writes_weight or self.update.writes_weight or folds
+        folds = self.perturbation.interval is not None and parameter.folds_into_weight
+        return parameter.writes_weight or self._update.writes_weight or folds
 
     def drawn_on_the_device(self) -> str | None:
         """Returns the name of a parameter whose noise or rounding depends on the device type, if there is one."""
-        for name, moving in self.moving.items():
-            target = moving.target
+        for name, parameter in self.items():
+            target = parameter.target
             kind = self.perturbation.direction_type(target)
-            rounded = self.writes(moving) and target.parameter.dtype in (torch.bfloat16, torch.float16)
+            rounded = self.writes(parameter) and target.parameter.dtype in (torch.bfloat16, torch.float16)
             if issubclass(kind, (Dense, LowRank)) or rounded:
                 return name
         return None
@@ -131,9 +129,9 @@ class TunedParameters:
             return "the trained change is in the weights since merge()"
         if getattr(self.model, "peft_config", None):
             return "the trained change is one of PEFT's own adapter; call merge(), then its save_pretrained()"
-        for moving in self.moving.values():
-            target = moving.target
-            if self.writes(moving):
+        for parameter in self.values():
+            target = parameter.target
+            if self.writes(parameter):
                 return f"{target.name} was written to"
             if not target.is_linear or len(target.sites) > 1:
                 return f"{target.name} is not the weight of one linear layer"
@@ -142,10 +140,21 @@ class TunedParameters:
     def low_rank_changes(self) -> list[LowRankChange]:
         """Returns the trained change of each matrix that is perturbed in the forward pass."""
         return [
-            LowRankChange(moving.target, self.perturbation.rank_of(name) or 1, moving.trained())
-            for name, moving in self.moving.items()
-            if not moving.writes_weight
+            LowRankChange(parameter.target, self.perturbation.rank_of(name) or 1, parameter.trained())
+            for name, parameter in self.items()
+            if not parameter.writes_weight
         ]
+
+    def largest_rank(self, steps: int) -> int:
+        """Returns the largest rank of a change of a weight in a run of so many steps, with its perturbation."""
+        interval = self.perturbation.interval
+        refreshes = 0 if interval is None else (steps - 1) // interval
+        ranks = {name: self.perturbation.rank_of(name) or 0 for name in self}
+        return max(rank + min(self[name].most_kept, refreshes * rank) for name, rank in ranks.items())
+
+    def weights_below(self) -> dict[str, Tensor]:
+        """Returns "weight/NAME" -> the stored tensor, where it can be written and has a change beside it; no copies."""
+        return {f"weight/{name}": p.weight for name, p in self.items() if p.target.is_writable and p.state()}
 
     def fold(self) -> None:
         """Adds the changes stored beside the weights to them, and removes the hooks; done already, it does nothing.
@@ -155,48 +164,14 @@ class TunedParameters:
         """
         if self.closed and not self.merged:
             raise RequestError("this optimizer was closed, and its change dropped; call merge() in place of close().")
-        for moving in self.moving.values():
-            moving.fold()
+        for parameter in self.values():
+            parameter.fold()
         self.merged = True
         self.close()
 
     def close(self) -> None:
         """Removes the hooks; changes stored beside the weights no longer take effect."""
         self.closed = True
-        for moving in self.moving.values():
-            moving.close()
+        for parameter in self.values():
+            parameter.close()
         self.blocks.close()
-
-    def weights_below(self) -> dict[str, Tensor]:
-        """Returns "weight/NAME" -> the stored tensor, where it can be written and has a change beside it; no copies."""
-        return {f"weight/{name}": m.weight for name, m in self.moving.items() if m.target.is_writable and m.state()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors that training changes, see `ZerothOrderOptimizer.tuned_tensors`."""
-        tensors = {f"basis/{key}": value for key, value in self.perturbation.state().items()}
-        for name, moving in self.moving.items():
-            if self.writes(moving):
-                tensors[f"weight/{name}"] = moving.weight
-            tensors |= {f"change/{name}/{key}": value for key, value in moving.state().items()}
-        return tensors
-
-    @torch.no_grad()
-    def load_tensors(self, tensors: Mapping[str, Tensor], draw: Callable[[Target, int | None], Direction]) -> None:
-        """Restores the result of `tensors`; other names are ignored.
-
-        Args:
-            tensors: by name.
-            draw: (target, refresh step) -> a direction with the fixed factors of that step; None means the last step.
-        """
-        basis = {key.removeprefix("basis/"): value for key, value in tensors.items() if key.startswith("basis/")}
-        self.perturbation.load_state(basis)
-        changes: dict[str, State] = {name: {} for name in self.moving}
-        for key, value in tensors.items():
-            part, _, rest = key.partition("/")
-            if part == "weight":
-                self.moving[rest].weight.copy_(value)
-            elif part == "change":
-                name, _, role = rest.rpartition("/")
-                changes[name][role] = value
-        for name, moving in self.moving.items():
-            moving.load_state(partial(draw, moving.target), changes[name])

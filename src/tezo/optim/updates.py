@@ -3,18 +3,20 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tezo.directions.perturbation import MomentumNoise
-from tezo.directions.products import scratch
+from tezo.directions.scratch import scratch
 from tezo.directions.spaces import CP, Core, Dense, Direction, FixedFactors, LowRank, row_tiles
 from tezo.forward.perturbed_parameter import PerturbedParameter
-from tezo.optim.estimators.estimate import ParameterEstimate
+from tezo.optim.estimators.estimate import Estimator, ParameterEstimate
 from tezo.system.errors import RequestError
 
-State = dict[str, Tensor]
+Moments = dict[str, Tensor]
+"""Key -> tensor of the state of an update rule, for one parameter; torch's names, such as exp_avg."""
 
 
 class Update(ABC):
@@ -28,16 +30,16 @@ class Update(ABC):
     takes: tuple[type[Direction], ...] = (Direction,)
     writes_weight = False
 
-    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
+    def init(self, estimate: ParameterEstimate, parameter: PerturbedParameter) -> Moments:
         """Returns the state before the first step; here empty."""
-        del estimate, moving
+        del estimate, parameter
         return {}
 
     @abstractmethod
-    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         """Updates the parameter, W_t -> W_t+1, and `state` in place."""
 
-    def carry_over(self, direction: Direction, state: State) -> None:
+    def carry_over(self, direction: Direction, state: Moments) -> None:
         """Projects the first moment onto the space of `direction`, in place, if its fixed factors are new."""
         if isinstance(direction, FixedFactors) and "exp_avg" in state:
             state["exp_avg"] = direction.carry_over(state["exp_avg"])
@@ -62,9 +64,9 @@ def check_average(key: str, betas: Sequence[float], eps: float = 1.0) -> None:
         raise RequestError(f"method.eps is {eps}; it must be finite and positive.")
 
 
-def zeros_like_coefficient(estimate: ParameterEstimate, moving: PerturbedParameter) -> Tensor:
+def zeros_like_coefficient(estimate: ParameterEstimate, parameter: PerturbedParameter) -> Tensor:
     """Returns zeros of the shape, dtype and device of the estimate's coefficient."""
-    direction, target = estimate.direction, moving.target
+    direction, target = estimate.direction, parameter.target
     if isinstance(direction, FixedFactors):
         return torch.zeros_like(direction.coefficient)
     return torch.zeros(target.stored_shape, dtype=target.state_dtype, device=target.device)
@@ -73,19 +75,19 @@ def zeros_like_coefficient(estimate: ParameterEstimate, moving: PerturbedParamet
 class SGD(Update):
     """W_t+1 = W_t - lr * g, with g the estimate; for every type of direction."""
 
-    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         del state
         for rows, grad in estimate.tiles():
-            moving.add_(estimate.direction, rows, grad, -lr)
+            parameter.add_(estimate.direction, rows, grad, -lr)
 
 
 class SignSGD(Update):
     """W -= lr * sign(g), on the coefficient of the estimate g, entry by entry."""
 
-    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         del state
         for rows, grad in estimate.tiles():
-            moving.add_(estimate.direction, rows, grad.sign(), -lr)
+            parameter.add_(estimate.direction, rows, grad.sign(), -lr)
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
         # sign(g) = g / |g|, entry by entry, and g^2 is kappa^2 / q on average
@@ -110,17 +112,17 @@ class NormalizedSGD(Update):
         self.beta = beta
         self.eps = eps
 
-    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
+    def init(self, estimate: ParameterEstimate, parameter: PerturbedParameter) -> Moments:
         del estimate
-        target = moving.target
+        target = parameter.target
         return {"kappa_sq": torch.zeros((), dtype=target.state_dtype, device=target.device)}
 
-    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         mean = sum(kappa**2 for kappa in estimate.projected_grads) / len(estimate.projected_grads)
         kappa_sq = state["kappa_sq"].mul_(self.beta).add_(mean, alpha=1 - self.beta)
         corrected = float(kappa_sq) / (1 - self.beta ** (estimate.count + 1))
         for rows, grad in estimate.tiles():
-            moving.add_(estimate.direction, rows, grad, -lr / (corrected**0.5 + self.eps))
+            parameter.add_(estimate.direction, rows, grad, -lr / (corrected**0.5 + self.eps))
 
     def divisor(self, kappa_sq: float, num_directions: int) -> float:
         del num_directions
@@ -137,16 +139,16 @@ class Momentum(Update):
         check_average("beta", (beta,))
         self.beta = beta
 
-    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
-        return {"exp_avg": zeros_like_coefficient(estimate, moving)}
+    def init(self, estimate: ParameterEstimate, parameter: PerturbedParameter) -> Moments:
+        return {"exp_avg": zeros_like_coefficient(estimate, parameter)}
 
-    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         direction = estimate.direction
         self.carry_over(direction, state)
         for rows, grad in estimate.tiles():
             exp_avg = state["exp_avg"][rows]
             exp_avg.mul_(self.beta).add_(grad, alpha=1 - self.beta)
-            moving.add_(direction, rows, exp_avg, -lr)
+            parameter.add_(direction, rows, exp_avg, -lr)
 
 
 class AdaMU(Update):
@@ -163,17 +165,17 @@ class AdaMU(Update):
         check_average("eps", (), eps)
         self.eps = eps
 
-    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
-        return {"exp_avg": zeros_like_coefficient(estimate, moving)}
+    def init(self, estimate: ParameterEstimate, parameter: PerturbedParameter) -> Moments:
+        return {"exp_avg": zeros_like_coefficient(estimate, parameter)}
 
-    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         noise, (kappa,) = estimate.direction, estimate.projected_grads
         assert isinstance(noise, MomentumNoise)
         for rows in row_tiles(noise.shape, noise.device):
             z1, z2 = noise.parts(rows)
             z = noise.beta1 * z1 + (1 - noise.beta1) * z2
             v = noise.beta2 * z1.square() + (1 - noise.beta2) * z2.square()
-            moving.add_(noise, rows, kappa * z / torch.sqrt(v + self.eps), -lr)
+            parameter.add_(noise, rows, kappa * z / torch.sqrt(v + self.eps), -lr)
             state["exp_avg"][rows] = z
 
 
@@ -206,15 +208,15 @@ class Adam(Update):
         self.eps_in_sqrt = eps_in_sqrt
         self.bias_correction = bias_correction
 
-    def init(self, estimate: ParameterEstimate, moving: PerturbedParameter) -> State:
-        return {name: zeros_like_coefficient(estimate, moving) for name in ("exp_avg", "exp_avg_sq")}
+    def init(self, estimate: ParameterEstimate, parameter: PerturbedParameter) -> Moments:
+        return {name: zeros_like_coefficient(estimate, parameter) for name in ("exp_avg", "exp_avg_sq")}
 
-    def step(self, moving: PerturbedParameter, estimate: ParameterEstimate, state: State, lr: float) -> None:
+    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         self.carry_over(estimate.direction, state)
         for rows, grad in estimate.tiles():
             exp_avg, exp_avg_sq = state["exp_avg"][rows], state["exp_avg_sq"][rows]
             self.average_(exp_avg, exp_avg_sq, grad)
-            moving.add_(estimate.direction, rows, self.ratio(exp_avg, exp_avg_sq, estimate.count), -lr)
+            parameter.add_(estimate.direction, rows, self.ratio(exp_avg, exp_avg_sq, estimate.count), -lr)
 
     def average_(self, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
         """Updates both moments with `grad`, in place."""
@@ -244,3 +246,20 @@ class Adam(Update):
         (beta1, beta2), mean_sq = self.betas, kappa_sq / num_directions
         start = 1.0 if self.bias_correction else min((1 - beta2**t) ** 0.5 / (1 - beta1**t) for t in range(1, 1000))
         return float(start * ((mean_sq + self.eps) ** 0.5 if self.eps_in_sqrt else mean_sq**0.5 + self.eps))
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """How a step is taken.
+
+    Attributes:
+        estimator: estimates the gradient.
+        update: steps along the estimate.
+        lr_scale: factor of the optimizer's learning rate for these steps.
+        restarts: whether the moments of `update` are dropped by a step of another rule.
+    """
+
+    estimator: Estimator
+    update: Update
+    lr_scale: float = 1.0
+    restarts: bool = False

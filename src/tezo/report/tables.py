@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tezo.methods import method
 from tezo.models.kinds import ModelConfig
-from tezo.optim.methods import method
 from tezo.report.curves import OUTLIER_RMS, dev_losses, group_parameters, kappa_statistics, kappas
 from tezo.runs.reader import LabelCounts, RecordedRun
 from tezo.runs.words import (

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tezo.directions.bases.basis import CollectedFactors
+from tezo.directions.bases.basis import StoredTensors
 from tezo.runs.resuming import resume_line
 from tezo.runs.step_log import read_header
 from tezo.system.digests import content_hash
@@ -192,17 +192,17 @@ class FactorFiles:
         """Returns the path of the file for `kind` at `step`."""
         return self.folder / f"{kind}-{step}.safetensors"
 
-    def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
+    def save(self, kind: str, step: int, stored: StoredTensors) -> None:
         """Writes the file atomically."""
         if self.writes:
-            plain = {name: factor.cpu().contiguous() for name, factor in collected.factors.items()}
-            metadata = f"{collected.calls} {_hash(plain, collected.calls)}"  # one entry: several have no fixed order
+            plain = {name: tensor.cpu().contiguous() for name, tensor in stored.tensors.items()}
+            metadata = f"{stored.passes} {_hash(plain, stored.passes)}"  # one entry: several have no fixed order
             data = save(plain, metadata={"calls_sha256": metadata})
             write_file(self.path(kind, step), data)
             if self.saved is not None:
                 self.saved(self.path(kind, step).name, hashlib.sha256(data).hexdigest())
 
-    def load(self, kind: str, step: int) -> CollectedFactors | None:
+    def load(self, kind: str, step: int) -> StoredTensors | None:
         """Reads and verifies the file; None if the run has not written it.
 
         Raises:
@@ -219,7 +219,7 @@ class FactorFiles:
                 factors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if self.digests is None and sha256 != _hash(factors, int(calls)):
                 raise UntrustedError
-            return CollectedFactors(factors, int(calls))
+            return StoredTensors(factors, int(calls))
         except (UntrustedError, OSError, ValueError, SafetensorError):
             raise RequestError(
                 f"{path} is damaged; replace it with an intact copy, or delete it to compute it again."

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tezo.optim.methods import AUTO, METHODS
+from tezo.methods import AUTO, METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
 from tezo.training.recipe import MethodConfig

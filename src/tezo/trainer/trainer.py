@@ -17,11 +17,11 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from tezo.directions.random import permutation
 from tezo.directions.targets import frozen_notice
+from tezo.methods import HEAD_FEEDBACK
 from tezo.models.lora import Adapter, make_adapter, save_adapter
 from tezo.models.peft import why_not_in_peft
 from tezo.models.quantization import stay_packed
 from tezo.optim.estimators.estimate import FEEDBACK
-from tezo.optim.methods import HEAD_FEEDBACK
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
 from tezo.system.errors import RequestError
@@ -156,16 +156,15 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         for notice in found.notices:
             logger.warning(notice)
         tuner = found.optimizer
-        assert isinstance(tuner, ZerothOrderOptimizer)  # `parse_method` refuses others
-        if tuner.own_loss is None and rows is not None:
+        if tuner.unperturbed_loss is None and rows is not None:
             with torch.no_grad():
-                tuner.own_loss = float(rows.loss(0).loss())
+                tuner.unperturbed_loss = float(rows.loss(0).loss())
         return tuner
 
     def _built(self, config: Config) -> ZerothOrderOptimizer:
         tuner = build_method(config, self.model, self.args.seed)
         if self._rows_at_hand:
-            tuner.set_calibration_passes(self._basis_passes)
+            tuner.set_passes(self._basis_passes)
         return tuner
 
     @property

@@ -11,11 +11,11 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from tezo.methods import AUTO, HEAD_FEEDBACK
 from tezo.models import lora
 from tezo.models.kinds import IN_MEMORY, ModelConfig
 from tezo.models.loading import LoadedModel, from_objects
 from tezo.optim.estimators.estimate import Closure, RowsClosure
-from tezo.optim.methods import AUTO, HEAD_FEEDBACK
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.files import MANIFEST, resume_line_of
 from tezo.runs.folder import CONFIG, LOG, read_summary
@@ -180,13 +180,12 @@ def prepare(
 
     def made(settings: Config) -> ZerothOrderOptimizer:
         optimizer = build_method(settings, model, seed)
-        optimizer.set_calibration_passes(lambda step: closures(step)())
+        optimizer.set_passes(lambda step: closures(step)())
         return optimizer
 
     found = resolve(config, ClosureRows(closures, held_out), made)
     for notice in found.notices:
         logger.info(notice)
-    assert isinstance(found.optimizer, ZerothOrderOptimizer)  # `parse_method` refuses others
     return found.optimizer
 
 

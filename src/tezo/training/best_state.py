@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from tezo.optim.estimators.estimate import StepRecord
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.folder import LOG, ResumeState, RunFolder
 from tezo.runs.step_log import Rollback
 from tezo.system.errors import RunError
@@ -158,8 +157,7 @@ class BestState:
         return max((total.step for total in self._resumed.totals if total.ended), default=0)
 
     def _is_idle(self, steps: int) -> bool:
-        optimizer, since = self.job.optimizer, self._patient_from
-        most = optimizer.idle_steps if isinstance(optimizer, ZerothOrderOptimizer) else None
+        most, since = self.job.optimizer.idle_steps, self._patient_from
         if most is None:
             return False
         judged = self._every and self.settings.chooses_by_dev_rows

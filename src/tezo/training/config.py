@@ -14,9 +14,9 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from tezo.methods import AUTO, method
 from tezo.models.kinds import ModelConfig, engine_kind
 from tezo.models.local_names import absolute_name
-from tezo.optim.methods import AUTO, method
 from tezo.runs.files import check_manifest
 from tezo.system.errors import RequestError, nearest
 from tezo.system.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes

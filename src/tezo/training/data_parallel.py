@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tezo.forward.blocks import NotInBlocksError
+from tezo.methods import method
 from tezo.optim.estimators.estimate import RowsClosure
-from tezo.optim.methods import method
-from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
+from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
 from tezo.tasks.objectives.objective import BatchClosure
@@ -98,7 +98,7 @@ def check_shareable(job: Job, processes: ProcessGroup) -> None:
     if processes.size == 1:
         return
     train = job.config.train
-    if not isinstance(job.optimizer, ZerothOrderOptimizer):
+    if job.optimizer.by_gradients:
         raise RequestError(
             f"method.name is {job.config.method.name}, which runs in one process; start it without torchrun."
         )

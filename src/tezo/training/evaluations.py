@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
+from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.environment import memory_for
 from tezo.runs.folder import RunFolder
 from tezo.runs.reader import OUTCOMES
@@ -164,7 +164,7 @@ def check_objective(job: Job, measured: Callable[[], Metrics]) -> None:
     name = job.config.train.objective
     if name == LOSS:
         return
-    if not isinstance(job.optimizer, ZerothOrderOptimizer):
+    if job.optimizer.by_gradients:
         raise RequestError(f"train.objective is {name}, which has no gradient; use a zeroth-order method.")
     if job.config.method.options.get("directions") == PER_EXAMPLE:
         raise RequestError(

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from tezo import engines
-from tezo.directions.bases.readout import fits_text
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.targets import ALL, find_targets, never_called
 from tezo.forward.interception import DirectReads
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
+from tezo.methods import AUTO, BASELINES, ES, METHODS, method
 from tezo.models.kinds import IN_MEMORY, is_unused
 from tezo.models.loading import SETTLED, LoadedModel, check_head_not_tied
 from tezo.models.peft import add_adapter
+from tezo.newton.text import fits_text
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.methods import AUTO, BASELINES, ES, METHODS, method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError, nearest
 from tezo.system.progress import CHECKING, ENCODING, current, tracked
@@ -245,18 +245,15 @@ def prepare(
     def build(settings: Config) -> BaseOptimizer:
         try:
             optimizer = make_optimizer(settings, loaded, untrained)
-            if loaded.engine is not None and isinstance(optimizer, ZerothOrderOptimizer):
+            if loaded.engine is not None:
                 loaded.engine.reserve(optimizer.largest_rank(settings.train.num_steps))
         except RequestError as error:
             if engine == engines.TORCH:
                 raise
             raise RequestError(f"method.name is {settings.method.name}, model.engine {engine}: {error}") from None
-        if isinstance(optimizer, ZerothOrderOptimizer):
-            optimizer.set_calibration_passes(passes)
-            taken = sampler(settings, stepped)
-            optimizer.set_rows(
-                partial(rows_to_look_at, loaded, used.objective, used.train, settings.train, looked, taken)
-            )
+        optimizer.set_passes(passes)
+        taken = sampler(settings, stepped)
+        optimizer.set_rows(partial(rows_to_look_at, loaded, used.objective, used.train, settings.train, looked, taken))
         return optimizer
 
     train = with_steps(config.train, len(stepped), method(config.method.name))

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from tezo.directions.bases.basis import Basis
+from tezo.methods import BASELINES, METHODS, Method
 from tezo.models.kinds import ModelConfig
-from tezo.optim.methods import BASELINES, METHODS, Method
 from tezo.system.errors import RequestError, nearest
 from tezo.tasks.row_files import DataConfig
 from tezo.training.recipe import TrainConfig

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tezo.directions.bases.basis import CollectedFactors, FactorStore
+from tezo.directions.bases.basis import FactorStore, StoredTensors
 from tezo.models.kinds import IN_MEMORY
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import Tuning, save_result
 from tezo.models.stored import BaseFiles
 from tezo.optim.estimators.estimate import FEEDBACK, Closure
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary
@@ -133,12 +132,12 @@ class _OfThisBase:
     def __init__(self, store: FactorStore, files: BaseFiles) -> None:
         self._store, self._files = store, files
 
-    def load(self, kind: str, step: int) -> CollectedFactors | None:
+    def load(self, kind: str, step: int) -> StoredTensors | None:
         return self._store.load(kind, step)
 
-    def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
+    def save(self, kind: str, step: int, stored: StoredTensors) -> None:
         self._files.check()
-        self._store.save(kind, step, collected)
+        self._store.save(kind, step, stored)
 
 
 MISSING, ALIKE = "missing", "alike"
@@ -211,9 +210,8 @@ class Loop:
             before = self.evaluations.of("test", 0)
             untuned = self.evaluations.untuned(start)
             own_before = self.evaluations.of_own_answers(0)
-        (own_loss,) = self.processes.first([before["loss"]])
-        if isinstance(self.job.optimizer, ZerothOrderOptimizer):
-            self.job.optimizer.own_loss, self.job.optimizer.warn = own_loss, self._warn
+        (untuned_loss,) = self.processes.first([before["loss"]])
+        self.job.optimizer.unperturbed_loss, self.job.optimizer.warn = untuned_loss, self._warn
         with self.meter.phase(STEPS):
             steps = self._steps(start, before)
         self._check_ranks(steps)
@@ -244,13 +242,12 @@ class Loop:
             state = replace(state, totals=[*state.totals, total], end=None)
         notices += map(in_words, state.totals)
         start = 0 if state.checkpoint is None else state.checkpoint.step
-        if start < len(state.steps) and not isinstance(job.optimizer, ZerothOrderOptimizer):
+        if start < len(state.steps) and job.optimizer.by_gradients:
             name = job.config.method.name
             notices.append(f"steps {start + 1} to {len(state.steps)} are taken again: {name} has no log to replay.")
         first = [str(text) for text in state.header.get("notices", [])]  # of what is not measured again
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
-        if isinstance(job.optimizer, ZerothOrderOptimizer):
-            job.optimizer.set_factor_store(_OfThisBase(self.folder.factor_files, job.loaded.files))
+        job.optimizer.set_factor_store(_OfThisBase(self.folder.factor_files, job.loaded.files))
         self.meter.add_earlier(state.elapsed, state.passes)
         own = [text for text in job.notices if text not in first]
         self.job = replace(job, notices=(*first, *own, *notices, *state.notices))
@@ -283,9 +280,10 @@ class Loop:
             ended = self.resumed.end is not None and steps == self.resumed.end.steps
             ends = ended or steps == settings.num_steps or self._any(self._asked_to_stop())
             self.best.note(steps, last=ends)
-            if self.best.dev_loss is not None and isinstance(self.job.optimizer, ZerothOrderOptimizer):
-                known = self.job.optimizer.own_loss
-                self.job.optimizer.own_loss = self.best.dev_loss if known is None else min(known, self.best.dev_loss)
+            if self.best.dev_loss is not None:
+                optimizer, losses = self.job.optimizer, [self.best.dev_loss]
+                losses += [] if optimizer.unperturbed_loss is None else [optimizer.unperturbed_loss]
+                optimizer.unperturbed_loss = min(losses)
             if ended and steps < settings.num_steps:
                 self.best.ends_run(steps, again=True)
             if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
@@ -318,7 +316,7 @@ class Loop:
         optimizer = self.job.optimizer
         self.best.repeat_rollback(step)
         told: dict[str, Any] = {}
-        if step < len(self.resumed.steps) and isinstance(optimizer, ZerothOrderOptimizer):
+        if step < len(self.resumed.steps) and not optimizer.by_gradients:
             optimizer.replay(self.resumed.steps[step])
         else:
             told = self._measured_step(step)
@@ -393,7 +391,7 @@ class Loop:
         optimizer.step(closure)
         if job.held_out is not None:
             job.held_out.forget()
-        told = optimizer.told if isinstance(optimizer, ZerothOrderOptimizer) else {}
+        told = optimizer.metrics
         if isinstance(closure, RewardRows):
             self.folder.append_scored(closure.lines())
             self._warn_of_scores(closure, step)

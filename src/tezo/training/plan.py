@@ -7,8 +7,8 @@ from typing import Any
 from tezo.directions.ranks import is_zero
 from tezo.directions.targets import ALL_LINEAR, find_targets
 from tezo.forward.engine import Engine
+from tezo.methods import method
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.methods import method
 from tezo.training.recipe import Config
 
 

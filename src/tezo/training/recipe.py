@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from tezo.methods import AUTO
 from tezo.models.kinds import ModelConfig
-from tezo.optim.methods import AUTO
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.scoring import REWARD as REWARD
 
@@ -14,7 +14,7 @@ LOSS = "loss"
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """A method and the options that are set; the other options keep the defaults of `tezo.optim.methods`.
+    """A method and the options that are set; the other options keep the defaults of `tezo.methods`.
 
     "auto" is the method that a run of these rows has by default; see `tezo.training.resolution.with_method`.
     """

@@ -10,7 +10,6 @@ from tezo.directions.bases.basis import KIND
 from tezo.directions.random import NOISE_VERSION
 from tezo.models.identity import check_model
 from tezo.models.saving import save_result
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import versions
 from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place
 from tezo.runs.folder import LOG
@@ -60,10 +59,10 @@ def replay(
     loaded = load_for_tuning(config)
     check_model(log.header["model"], loaded.fingerprint)
     optimizer = make_optimizer(config, loaded, log.header["untrained"])
-    if not isinstance(optimizer, ZerothOrderOptimizer):
+    if optimizer.by_gradients:
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
     optimizer.set_factor_store(FactorFiles(run, writes=False, digests=log.files))
-    optimizer.set_calibration_passes(partial(_no_data, run))
+    optimizer.set_passes(partial(_no_data, run))
     own = {"device": loaded.device.type, "noise": NOISE_VERSION, "versions": versions(("tezo", "torch"))}
     notices = check_place(log.header, own, optimizer.drawn_on_the_device)
     if log.size > log.valid:

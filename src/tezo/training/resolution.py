@@ -10,18 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from tezo.directions.targets import is_packed
+from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, Method, method
 from tezo.optim.base_optimizer import DEFAULT, GIVEN, RESOLVED, BaseOptimizer, Setting, Settings
 from tezo.optim.estimators.estimate import FEEDBACK, Closure, RowsClosure
 from tezo.optim.learning_rate import choose_lr
 from tezo.optim.measured_scale import RISE, MeasuredScale, in_words, measure_reach, measure_scale
-from tezo.optim.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, Method, method
-from tezo.optim.optimizer import PER_EXAMPLE, SHARED, ZerothOrderOptimizer
+from tezo.optim.optimizer import PER_EXAMPLE, SHARED
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
 from tezo.system.progress import FEEDBACK as LOOKING
@@ -127,18 +127,19 @@ class ClosureRows(Rows):
         return [] if self._others is None else self._others.example_losses(1)[0].tolist()
 
 
+O = TypeVar("O", bound=BaseOptimizer)  # noqa: E741
+
+
 @dataclass(frozen=True)
-class Resolved:
+class Resolved(Generic[O]):
     """A configuration with no open setting, the optimizer that has it, and what the user should know of the choices."""
 
     config: Config
-    optimizer: BaseOptimizer
+    optimizer: O
     notices: tuple[str, ...]
 
 
-def resolve(
-    config: Config, rows: Rows | None, build: Callable[[Config], BaseOptimizer], *, measuring: bool = True
-) -> Resolved:
+def resolve(config: Config, rows: Rows | None, build: Callable[[Config], O], *, measuring: bool = True) -> Resolved[O]:
     """Fills in the open settings of a configuration, and builds its optimizer.
 
     Args:
@@ -160,7 +161,7 @@ def resolve(
         notices += more
         measured = None
         measures = measuring or not is_rho_open(config) or not train.chooses_by_dev_rows
-        if measures and isinstance(optimizer, ZerothOrderOptimizer):
+        if measures:
             config, more, measured = resolve_rho(config, optimizer, rows)
             notices += more
         lr, more = _resolved_lr(config, rows, optimizer, measured, measuring=measuring)
@@ -207,8 +208,7 @@ def with_directions(
     cheap = {"rank": 1, "basis": "gaussian", "lr": 0.0}
     try:
         trial = build(found.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
-        if isinstance(trial, ZerothOrderOptimizer):
-            trial.own_loss = math.inf  # the steps of the run say what this one would
+        trial.unperturbed_loss = math.inf  # the steps of the run say what this one would
         if measuring:
             with current().phase(DIRECTIONS):
                 trial.step(rows.few())
@@ -293,7 +293,7 @@ def known_rounding(model: Any) -> float | None:
     return ROUNDED_BITS * max(torch.finfo(kind).eps for kind in kinds)
 
 
-def _reach(optimizer: ZerothOrderOptimizer, rows: Rows | None) -> tuple[float, list[str]]:
+def _reach(optimizer: BaseOptimizer, rows: Rows | None) -> tuple[float, list[str]]:
     """Returns (rho for a reward, notices for the user); `REWARD_RHO` where nothing can be measured."""
     if rows is None:
         return REWARD_RHO, []
@@ -309,7 +309,7 @@ def _reach(optimizer: ZerothOrderOptimizer, rows: Rows | None) -> tuple[float, l
 
 
 def resolve_rho(
-    config: Config, optimizer: ZerothOrderOptimizer, rows: Rows | None
+    config: Config, optimizer: BaseOptimizer, rows: Rows | None
 ) -> tuple[Config, list[str], MeasuredScale | None]:
     """Replaces "auto" in method.rho; returns (configuration, notices for the user, what was measured).
 
@@ -339,7 +339,7 @@ def _resolved_lr(
     """(learning rate, notices for the user); the optimizer has the rate. "auto" where it is not to be searched."""
     wanted = config.method.options.get("lr", method(config.method.name).defaults()["lr"])
     default = float(optimizer.param_groups[0]["lr"])
-    if wanted != AUTO or not isinstance(optimizer, ZerothOrderOptimizer):
+    if wanted != AUTO:
         return default, []
     reason = None
     if not config.train.minimises_loss:

@@ -11,9 +11,9 @@ from tezo.directions.bases.basis import Passes
 from tezo.directions.outputs import Outputs
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.random import permutation
+from tezo.methods import method
 from tezo.models.loading import LoadedModel
 from tezo.optim.learning_rate import TRIAL_STEPS
-from tezo.optim.methods import method
 from tezo.tasks.objectives.objective import BatchClosure, Encoded, Objective
 from tezo.tasks.rewards import Reward, answered
 from tezo.tasks.rows import Format

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.step_log import Rollback
 from tezo.runs.words import metric_text
 from tezo.system.progress import STEPS, StatusLine
@@ -32,8 +31,7 @@ class Screen(Listener):
         trained = [row for row in parameters if row["trained"]]
         ranks = sorted({row["rank"] for row in trained if row["rank"] is not None})
         span = "" if not ranks else f", rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
-        beside = job.optimizer.factor_bytes if isinstance(job.optimizer, ZerothOrderOptimizer) else 0
-        factors = f"; fixed factors take {beside / 2**20:.1f} MiB" if ranks else ""
+        factors = f"; fixed factors take {job.optimizer.factor_bytes / 2**20:.1f} MiB" if ranks else ""
         moved = " and ".join(sorted({row["moved"] for row in trained}))
         model = f"{job.config.model.name} ({job.loaded.kind}, {job.model.dtype}, {job.model.device})"
         self.line.print(f"{job.config.method.name} on {model}")

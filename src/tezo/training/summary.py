@@ -5,11 +5,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tezo.methods import HEAD_FEEDBACK, method
 from tezo.models.kinds import Kind
 from tezo.models.quantization import stored_bytes
 from tezo.models.saving import Tuning
-from tezo.optim.methods import HEAD_FEEDBACK, method
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.runs.folder import SUMMARY, read_summary
 from tezo.runs.resuming import RUN, resume_line
@@ -200,9 +199,7 @@ def summarize(
         phases: seconds and forward passes of each phase; see `tezo.system.progress`.
     """
     optimizer, train = job.optimizer, job.config.train
-    calls, seconds, error = 0, 0.0, 0.0
-    if isinstance(optimizer, ZerothOrderOptimizer):
-        (calls, seconds), error = optimizer.cost_of_basis, optimizer.compression_error
+    calls, seconds = optimizer.cost_of_basis
     # in words, what the loss of a step is, and what the metric "loss" of dev and test rows is
     losses = {
         "steps": _loss_text(job.train) if train.minimises_loss else minus(train.objective),
@@ -232,7 +229,7 @@ def summarize(
         "basis_passes": calls,
         "seconds_stepping": round(outcome.seconds, 3),
         "seconds_on_basis": round(seconds, 3),
-        "compression_error": error,
+        "compression_error": optimizer.compression_error,
         "peak_memory": peak_memory(job.loaded.device),
         "model_bytes": stored_bytes(job.model),
         "parameters": parameter_counts(plan(job.model, optimizer)),

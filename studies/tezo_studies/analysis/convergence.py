@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.perturbation import DrawKey
-from tezo.directions.random import normal
+from tezo.directions.random import DrawKey, normal
 from tezo.directions.spaces import CP
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo_studies.analysis.figure import Given, Numbers

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tezo.directions.random import generator, normal
 from tezo.forward import rounding
+from tezo.methods.mezo import mezo
 from tezo.models.loading import DTYPES
-from tezo.optim.methods.mezo import mezo
 from tezo.system.errors import RequestError
 from tezo_studies.analysis.figure import COLOURS, Analysis, Given, Numbers
 from tezo_studies.analysis.gradients import rounded

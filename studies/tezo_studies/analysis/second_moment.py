@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.perturbation import DrawKey
-from tezo.directions.random import normal
+from tezo.directions.random import DrawKey, normal
 from tezo.directions.spaces import CP
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo.system.errors import RequestError
 from tezo_studies.analysis.figure import COLOURS, Analysis, Given, Numbers
 from tezo_studies.analysis.matrices import linear, require_at_least, require_sizes, unit_gradient

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tezo.directions.targets import select_targets
+from tezo.methods import METHODS, method
 from tezo.optim.estimators.estimate import Closure
-from tezo.optim.methods import METHODS, method
 from tezo.system.errors import RequestError
 from tezo_studies.bench.published import PUBLISHED
 from tezo_studies.bench.settings import GRADIENTS, GRAPHS, PREFIX, WHOLE, name_of
@@ -83,7 +83,7 @@ class LibraryCase(Case):
 
     def state_bytes(self) -> int:
         optimizer, model = self._optimizer, self._model
-        roots = (optimizer.perturbation, optimizer.moving, optimizer.moments)
+        roots = (optimizer.perturbation, optimizer.parameters, optimizer.moments)
         return stored_bytes(roots, (*model.parameters(), *model.buffers()))
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tezo.methods import method
 from tezo.models.loading import DTYPES
-from tezo.optim.methods import method
 from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.system.errors import RequestError, nearest
 from tezo_studies.bench.published import PUBLISHED

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tezo.directions.targets import ALL
-from tezo.optim.methods import BASELINES, method
+from tezo.methods import BASELINES, method
 from tezo_studies.bench.settings import Settings
 
 TEZO_RANK = 64

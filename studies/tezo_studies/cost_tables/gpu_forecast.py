@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.flop_counter import FlopCounterMode
 
 from tezo.forecast.memory import copies_of, first_order_kept, forecast, pass_peak, valueless
-from tezo.optim.methods import METHODS
+from tezo.methods import METHODS
 from tezo_studies.cost_tables.cost_line import CostLine, settings_of
 from tezo_studies.cost_tables.meta_models import meta_model
 

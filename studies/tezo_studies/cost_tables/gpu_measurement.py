@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import torch
 
+from tezo.methods import method
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
-from tezo.optim.methods import method
 from tezo.system.errors import RequestError
 from tezo_studies.bench.peak_memory import STEPS, forget_peak, peak_now, peak_of
 from tezo_studies.bench.settings import Settings

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tezo.directions.low_rank import Scale
-from tezo.optim.methods import method
+from tezo.methods import method
 from tezo.system.errors import RequestError, nearest
 from tezo.training.config import overlay, parse_config
 from tezo_studies.reproduce.overrides import Setting, check_settings, settings_of

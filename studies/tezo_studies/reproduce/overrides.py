@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tezo.optim.methods import method
+from tezo.methods import method
 from tezo.system.errors import RequestError, nearest
 from tezo_studies.reproduce.table import Line
 

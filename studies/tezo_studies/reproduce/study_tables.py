@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tezo.methods import METHODS
 from tezo.optim.estimators.feedback import PASSES
-from tezo.optim.methods import METHODS
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED
 from tezo.training.schedule import FIRST, LAST, default_counts
 from tezo_studies.reproduce.table import Column, CompletionsColumn, Line, Table

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import CollectedBasis, CollectedFactors, Passes, input_size
+from tezo.directions.bases.basis import DataBasis, Factors, Source, StoredTensors, input_size
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input
 from tezo.system.errors import RequestError
@@ -89,7 +89,7 @@ class RangeFinder:
         return leading_IR * torch.sign(torch.gather(leading_IR, 0, largest))
 
 
-class ActivationBasis(CollectedBasis):
+class ActivationBasis(DataBasis[Factors]):
     """The leading eigenvectors of each linear layer's inputs x_t, computed in a few forward passes.
 
         v_s = sqrt(I) q_s,   q_1, ..., q_r the eigenvectors of sum_t x_t x_t^T with the largest eigenvalues.
@@ -97,21 +97,13 @@ class ActivationBasis(CollectedBasis):
     Factors of the output side are random, and so are both factors of parameters other than linear layers' weights.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._calibration: tuple[nn.Module, Passes] | None = None
-
-    def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
-        self._calibration = model, passes
-
-    def collect(self, refresh_step: int) -> CollectedFactors:
-        if self._calibration is None:
+    def compute(self, refresh_step: int, source: Source) -> Factors:
+        if source.passes is None:
             raise RequestError(
                 "method.basis: this basis is computed from data, and was given none; call "
-                "optimizer.set_calibration_passes(passes), with a function that runs the model on some training rows, "
+                "optimizer.set_passes(passes), with a function that runs the model on some training rows, "
                 "or set method.basis=gaussian."
             )
-        model, passes = self._calibration
         factors: dict[str, Tensor] = {}
         num_calls = 0
         for group in tracked(list(groups(self._targets, self._ranks)), "groups of layers"):
@@ -119,8 +111,8 @@ class ActivationBasis(CollectedBasis):
             for target in group:
                 size, columns = input_size(target), width(input_size(target), self._ranks[target.name])
                 finders[target.name] = RangeFinder(size, columns, target.device, target.state_dtype, target.name)
-            with recording(model, group, finders) as calls:
-                passes(refresh_step)
+            with recording(source.model, group, finders) as calls:
+                source.passes(refresh_step)
             num_calls += calls()
             for name, finder in finders.items():
                 if finder.count == 0:
@@ -130,7 +122,10 @@ class ActivationBasis(CollectedBasis):
                     )
                 q_IR = finder.leading(self._ranks[name])
                 factors[name] = q_IR / q_IR.square().mean().sqrt()
-        return CollectedFactors(factors, num_calls)
+        return Factors(inputs=factors, passes=num_calls)
+
+    def read(self, stored: StoredTensors) -> Factors:
+        return Factors(inputs=stored.tensors, passes=stored.passes)
 
 
 def groups(targets: Sequence[Target], ranks: Mapping[str, int]) -> Iterator[list[Target]]:

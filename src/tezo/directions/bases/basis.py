@@ -3,13 +3,12 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.outputs import Rows
 from tezo.directions.random import normal
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
@@ -24,54 +23,104 @@ KIND = "basis"
 """The kind under which a factor store keeps the factors."""
 
 OUTPUT_SIDE = "/output"
-"""What names of factors of the output side end with."""
+"""What names of factors of the output side end with, in stored tensors."""
+PROPOSALS = "coefficients of proposed directions"
+"""The name of the proposals in stored tensors."""
 
 _KEPT_REFRESHES = 2
 """Refresh steps whose factors stay in memory: at a refresh, momentum is carried over from the last factors."""
 
 Passes = Callable[[int], object]
-"""Function of the refresh step; it runs the forward passes that a data-dependent basis is computed from."""
-
-
-RowsOf = Callable[[int, int], Rows]
-"""Function of the refresh step and of the most rows that are wanted; it returns training rows, those of the step first
-if they may be among them."""
+"""Function of the refresh step; it runs forward passes of the model on some training rows."""
+RowsOf = Callable[[int, int], Any]
+"""Function of the refresh step and of the most rows that are wanted. It returns training rows, as a closure that gives
+their outputs (`tezo.optim.estimators.estimate.RowsClosure`), those of the step first if they may be among them."""
 
 
 @dataclass(frozen=True)
-class Foretold:
-    """What J directions should change the scores of the rows of a step by, of C classes.
+class Source:
+    """A model and training rows, from which a basis may compute its factors.
 
     Attributes:
-        fitted_ECJ: of each of E rows, by regressions that had it.
-        without_ECJ: the same if each row had been left out of them.
+        model: the tuned model, in evaluation mode.
+        passes: runs forward passes; None: no rows are known.
+        rows: returns rows with their outputs; None: no such rows are known.
+    """
+
+    model: nn.Module
+    passes: Passes | None
+    rows: RowsOf | None
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The changes of the scores of E rows of a step, of C classes, that J directions should make.
+
+    Attributes:
+        fitted_ECJ: predicted by regressions that had the row.
+        without_ECJ: predicted by the same regressions without the row.
     """
 
     fitted_ECJ: Tensor
     without_ECJ: Tensor
 
 
-@dataclass(frozen=True)
-class CollectedFactors:
-    """Tensors computed from data at one step, by parameter name; those of a basis are float64 on the CPU."""
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """The factors that were computed from data at one refresh: float64, on the CPU.
 
-    factors: Mapping[str, Tensor]
-    calls: int
-    """Number of model calls they took."""
+    Attributes:
+        inputs: parameter name -> factor of the input side, (I, r).
+        outputs: parameter name -> factor of the output side, (O, r); those that are not named are random.
+        proposals: coefficients of directions, the same for all parameters, (J, r); None: they are random.
+        passes: number of model calls that the factors took.
+    """
+
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    proposals: Tensor | None = None
+    passes: int = 0
+
+    def predictions(self) -> Predictions | None:
+        """Returns what the proposed directions should do to the scores of rows; None: it is not known."""
+        return None
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what the factors were found by, for the log of metrics: JSON."""
+        return {}
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Returns the form in which the factors are stored."""
+        proposals = {} if self.proposals is None else {PROPOSALS: self.proposals}
+        outputs = {name + OUTPUT_SIDE: factor for name, factor in self.outputs.items()}
+        return {**self.inputs, **outputs, **proposals}
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """Tensors computed from data at one step, as they are stored.
+
+    Attributes:
+        tensors: by name.
+        passes: number of model calls that they took.
+    """
+
+    tensors: Mapping[str, Tensor]
+    passes: int
 
 
 class FactorStore(Protocol):
     """Storage for tensors computed from data, so that steps can be replayed without the data."""
 
-    def load(self, kind: str, step: int) -> CollectedFactors | None:
+    def load(self, kind: str, step: int) -> StoredTensors | None:
         """Returns the tensors saved for `kind` at `step`; None if there are none."""
 
-    def save(self, kind: str, step: int, collected: CollectedFactors) -> None:
+    def save(self, kind: str, step: int, stored: StoredTensors) -> None:
         """Saves tensors for `kind` at `step`."""
 
 
 class Basis(ABC):
-    """Source of the fixed factors of low-rank directions; it knows nothing of the perturbation that asks it.
+    """A source of the fixed factors of low-rank directions; it knows nothing of the perturbation that uses them.
 
     Factors are float64 on the CPU. The mean square of their entries is 1, so that directions have unit variance with
     every basis.
@@ -80,48 +129,45 @@ class Basis(ABC):
     data_dependent = False
     """Whether factors are computed from data; such factors are saved with a run."""
 
-    version = 0
-    """Number of times that factors may have been replaced by others of the same step."""
-
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
         """Takes, once, the matrices to be tuned and the rank of each by name."""
         del targets, ranks
 
-    def set_calibration_passes(self, model: nn.Module, passes: Passes) -> None:
-        """Sets the forward passes that factors are computed from; ignored unless `data_dependent`."""
-        del model, passes
+    def refresh(self, refresh_step: int, source: Source) -> None:
+        """Computes the factors from a step on, unless they are known. Only here a basis runs forward passes.
 
-    def set_rows(self, model: nn.Module, rows: RowsOf) -> None:
-        """Sets the rows whose outputs factors are computed from; ignored by bases that need none."""
-        del model, rows
-
-    def set_factor_store(self, store: FactorStore) -> None:
-        """Sets the store for factors that are computed from data; ignored unless `data_dependent`."""
-        del store
+        Raises:
+            RequestError: the source lacks what the factors are computed from.
+            FloatingPointError: the model computes NaN or infinite values.
+        """
+        del refresh_step, source
 
     @abstractmethod
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
         """Returns the factor of `target` from a step on: (M, rank) for the role "u", (N, rank) for "v"."""
 
-    def proposed(self, refresh_step: int) -> Tensor | None:
+    def proposals(self, refresh_step: int) -> Tensor | None:
         """Returns coefficients of directions, the same for all targets, (J, rank); None: they are random."""
         del refresh_step
         return None
 
-    def foretold(self, refresh_step: int) -> Foretold | None:
-        """Returns what proposed directions should change the scores of their rows by; None: it is not known."""
+    def predictions(self, refresh_step: int) -> Predictions | None:
+        """Returns what proposed directions should do to the scores of rows; None: it is not known."""
         del refresh_step
         return None
 
-    @property
-    def told(self) -> dict[str, Any]:
-        """What the newest factors were found by, a function of them: JSON, for the log of metrics."""
+    def metrics(self) -> dict[str, Any]:
+        """Returns what the newest factors were found by, for the log of metrics: JSON."""
         return {}
 
     @property
     def cost(self) -> tuple[int, float]:
         """(calls of the model, seconds) spent on computing factors from data so far."""
         return 0, 0.0
+
+    def set_factor_store(self, store: FactorStore) -> None:
+        """Sets the store for factors that are computed from data; ignored unless `data_dependent`."""
+        del store
 
     def state(self) -> dict[str, Tensor]:
         """Returns the factors that cannot be redrawn from a key: "REFRESH_STEP/NAME" -> factor."""
@@ -153,112 +199,142 @@ class OrthonormalBasis(GaussianBasis):
         return signed
 
 
-class CollectedBasis(Basis):
-    """Factors of the input side are computed from data at each refresh; others that are not are Gaussian.
+F = TypeVar("F", bound=Factors)
+
+
+class DataBasis(Basis, Generic[F]):
+    """Factors of linear layers are computed from data at each refresh; the others are Gaussian.
 
     They are kept for the last refreshes, saved with a run, and read again by a replay.
     """
 
     data_dependent = True
-    both_sides = False
-    """Whether factors of the output side may be computed too, by the names of parameters and `OUTPUT_SIDE`."""
 
     def __init__(self) -> None:
-        self._calls = 0
-        self._counted: set[int] = set()
-        self._seconds = 0.0
         self._targets: list[Target] = []
         self._ranks: Mapping[str, int] = {}
         self._store: FactorStore | None = None
-        self._collected: dict[int, CollectedFactors] = {}
+        self._kept: dict[int, F] = {}
+        self._counted: set[int] = set()
+        self._calls, self._seconds = 0, 0.0
         self._random = GaussianBasis()
+
+    @abstractmethod
+    def compute(self, refresh_step: int, source: Source) -> F:
+        """Returns the factors of all linear layers from a step on, by forward passes."""
+
+    @abstractmethod
+    def read(self, stored: StoredTensors) -> F:
+        """Returns the factors that were stored as these tensors."""
 
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
         self._targets = [target for target in targets if target.input_role is not None]
         self._ranks = ranks
 
-    def set_factor_store(self, store: FactorStore) -> None:
-        self._store = store
-        self.version += 1
-        # a learning rate that is chosen before the first step has computed factors already
-        for refresh_step, collected in self._collected.items():
-            stored = store.load(KIND, refresh_step)
-            if stored is None:
-                store.save(KIND, refresh_step, collected)
-            self._collected[refresh_step] = stored or collected
+    def refresh(self, refresh_step: int, source: Source) -> None:
+        if refresh_step in self._kept:
+            return
+        stored = self._store.load(KIND, refresh_step) if self._store is not None else None
+        if stored is not None:
+            factors = self._checked(self.read(stored))
+        else:
+            started = time.perf_counter()
+            with current().phase(BASIS):
+                factors = self._checked(self.compute(refresh_step, source))
+            self._seconds += time.perf_counter() - started
+            self._save(refresh_step, factors)
+        self._kept[refresh_step] = factors
+        if refresh_step not in self._counted:  # going back to a better step reads them again
+            self._calls += factors.passes
+            self._counted.add(refresh_step)
+        for old in sorted(self._kept)[:-_KEPT_REFRESHES]:
+            del self._kept[old]
+
+    def at(self, refresh_step: int) -> F:
+        """Returns the factors from a step on, which `refresh` has found.
+
+        Raises:
+            RequestError: it was not called for that step.
+        """
+        if refresh_step not in self._kept:
+            raise RequestError(
+                f"method.basis: its factors from step {refresh_step} on are not known; call optimizer.refresh() first."
+            )
+        return self._kept[refresh_step]
 
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
-        if target.input_role is None or (role != target.input_role and not self.both_sides):
-            return self._random.factor(role, target, rank, seed, refresh_step)
-        factors = self.collected(refresh_step).factors
-        if role == target.input_role:
-            return factors[target.name]
-        own = factors.get(target.name + OUTPUT_SIDE)
-        return own if own is not None else self._random.factor(role, target, rank, seed, refresh_step)
+        if target.input_role is not None:
+            factors = self.at(refresh_step)
+            side = factors.inputs if role == target.input_role else factors.outputs
+            if target.name in side:
+                return side[target.name]
+        return self._random.factor(role, target, rank, seed, refresh_step)
 
-    def collected(self, refresh_step: int) -> CollectedFactors:
-        """Returns the factors from a step on: those in memory, those of the store, or else new ones."""
-        if refresh_step not in self._collected:
-            collected = self._store.load(KIND, refresh_step) if self._store is not None else None
-            if collected is None:
-                started = time.perf_counter()
-                with current().phase(BASIS):
-                    collected = self.collect(refresh_step)
-                self._seconds += time.perf_counter() - started
-                if self._store is not None:
-                    self._store.save(KIND, refresh_step, collected)
-            self._check(collected.factors)
-            self._collected[refresh_step] = collected
-            if refresh_step not in self._counted:  # going back to a better step reads them again
-                self._calls += collected.calls
-                self._counted.add(refresh_step)
-            for old in sorted(self._collected)[:-_KEPT_REFRESHES]:
-                del self._collected[old]
-        return self._collected[refresh_step]
+    def proposals(self, refresh_step: int) -> Tensor | None:
+        return self.at(refresh_step).proposals
 
-    @abstractmethod
-    def collect(self, refresh_step: int) -> CollectedFactors:
-        """Computes the factors of all targets with inputs from a step on."""
+    def predictions(self, refresh_step: int) -> Predictions | None:
+        return self.at(refresh_step).predictions()
 
-    def _check(self, factors: Mapping[str, Tensor]) -> None:
-        for target in self._targets:
-            shape = input_size(target), self._ranks[target.name]
-            factor = factors.get(target.name)
-            if factor is None or tuple(factor.shape) != shape:
-                raise RequestError(
-                    f"method.basis: the saved factor of the inputs of {target.name} is not of the shape {shape}; "
-                    "give the folder of this very run, or start it again."
-                )
+    def metrics(self) -> dict[str, Any]:
+        return self._kept[max(self._kept)].metrics() if self._kept else {}
 
     @property
     def cost(self) -> tuple[int, float]:
         return self._calls, self._seconds
 
+    def set_factor_store(self, store: FactorStore) -> None:
+        self._store = store
+        # a learning rate that is chosen before the first step has computed factors already
+        for refresh_step, factors in self._kept.items():
+            stored = store.load(KIND, refresh_step)
+            if stored is None:
+                self._save(refresh_step, factors)
+            else:
+                self._kept[refresh_step] = self._checked(self.read(stored))
+
     def state(self) -> dict[str, Tensor]:
-        if not self._collected:
+        if not self._kept:
             return {}
-        factors = {
-            f"{refresh_step}/{name}": factor
-            for refresh_step, collected in self._collected.items()
-            for name, factor in collected.factors.items()
+        tensors = {
+            f"{refresh_step}/{name}": tensor
+            for refresh_step, factors in self._kept.items()
+            for name, tensor in factors.to_tensors().items()
         }
-        return factors | {"calls": torch.tensor(self._calls)}
+        return tensors | {"calls": torch.tensor(self._calls)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self.version += 1
-        loaded: dict[int, dict[str, Tensor]] = {}
-        for key, factor in state.items():
+        tensors: dict[int, dict[str, Tensor]] = {}
+        for key, value in state.items():
             if key == "calls":
-                self._calls = max(self._calls, int(factor))  # going back to a better step takes no pass back
-                continue
-            refresh_step, _, name = key.partition("/")
-            loaded.setdefault(int(refresh_step), {})[name] = factor.to("cpu", torch.float64, copy=True)
-        for factors in loaded.values():
-            self._check(factors)
-        self._collected = {refresh_step: CollectedFactors(factors, 0) for refresh_step, factors in loaded.items()}
-        self._counted |= self._collected.keys()
+                self._calls = max(self._calls, int(value))  # going back to a better step takes no pass back
+            else:
+                refresh_step, _, name = key.partition("/")
+                tensors.setdefault(int(refresh_step), {})[name] = value.to("cpu", torch.float64, copy=True)
+        self._kept = {step: self._checked(self.read(StoredTensors(own, 0))) for step, own in tensors.items()}
+        self._counted |= self._kept.keys()
+
+    def _save(self, refresh_step: int, factors: F) -> None:
+        if self._store is not None:
+            self._store.save(KIND, refresh_step, StoredTensors(factors.to_tensors(), factors.passes))
+
+    def _checked(self, factors: F) -> F:
+        for target in self._targets:
+            shape = input_size(target), self._ranks[target.name]
+            factor = factors.inputs.get(target.name)
+            if factor is None or tuple(factor.shape) != shape:
+                raise RequestError(
+                    f"method.basis: the saved factor of the inputs of {target.name} is not of the shape {shape}; "
+                    "give the folder of this very run, or start it again."
+                )
+        return factors
 
 
 def input_size(target: Target) -> int:
     """Returns I, the number of inputs of a linear layer."""
     return target.matrix_shape[0 if target.input_role == "u" else 1]
+
+
+def output_size(target: Target) -> int:
+    """Returns O, the number of outputs of a linear layer."""
+    return target.matrix_shape[1 if target.input_role == "u" else 0]

@@ -2,14 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import FactorStore, Foretold
+from tezo.directions.bases.basis import FactorStore, Predictions
 from tezo.directions.outputs import Outputs, Places
 from tezo.directions.spaces import Direction, Tile
 from tezo.forward.perturbed_parameter import PerturbedParameter
@@ -204,7 +203,7 @@ class StepDraw:
         count: number of earlier estimates in the moments of the step's rule.
         lr: learning rate of the step.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
-        foretold: what they should change the scores of the first rows by; None: it is not known.
+        predictions: of what they should do to the scores of the first rows; None: it is not known.
         idle: number of earlier steps whose directions told nothing.
     """
 
@@ -212,7 +211,7 @@ class StepDraw:
     count: int
     lr: float
     directions: Mapping[str, Sequence[Direction]]
-    foretold: Foretold | None = None
+    predictions: Predictions | None = None
     idle: int = 0
 
 
@@ -257,19 +256,27 @@ class Estimate:
         gradients: parameter name -> its estimate, for the parameters that the step updates.
         forward_passes: number of closure evaluations.
         probes: measurements along random directions; empty if there are none.
+        metrics: what was measured beside the losses, for the log of metrics: JSON.
     """
 
     loss: float
     gradients: Mapping[str, ParameterEstimate]
     forward_passes: int
     probes: tuple[Probe, ...] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-def average(loss: float, probes: tuple[Probe, ...], passes: int, draw: StepDraw) -> Estimate:
+def average(
+    loss: float,
+    probes: tuple[Probe, ...],
+    passes: int,
+    draw: StepDraw,
+    metrics: Mapping[str, Any] | None = None,
+) -> Estimate:
     """Returns the estimate that averages kappa Z over all directions of a step."""
     kappas = [probe.projected_grad for probe in probes]
     gradients = {name: ParameterEstimate(own, kappas, draw.count) for name, own in draw.directions.items()}
-    return Estimate(loss, gradients, passes, probes)
+    return Estimate(loss, gradients, passes, probes, metrics or {})
 
 
 class Estimator(ABC):
@@ -280,11 +287,9 @@ class Estimator(ABC):
     idle_steps: ClassVar[int | None] = None
     """Steps in a row without a change, or evaluations that hardly lower the dev loss, after which later steps are not
     worth their passes; None: any may be."""
-    told: Mapping[str, Any] = MappingProxyType({})
-    """What the last estimate measured beside its losses: JSON, for the log of metrics."""
 
     @abstractmethod
-    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
+    def prepare(self, model: nn.Module, parameters: Mapping[str, PerturbedParameter], seed: int) -> None:
         """Called once by the optimizer, with the model, the tuned parameters by name and the seed of the run."""
 
     @abstractmethod

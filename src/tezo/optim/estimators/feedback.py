@@ -36,12 +36,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import CollectedFactors, FactorStore, Role
+from tezo.directions.bases.basis import FactorStore, Role, StoredTensors
+from tezo.directions.products import evaluation_mode
 from tezo.directions.random import fill_normal_
 from tezo.directions.spaces import LowRank, Tile
 from tezo.directions.targets import Target, only_input
 from tezo.forward.interception import untraced
-from tezo.forward.perturbed_parameter import PerturbedParameter, evaluation_mode
+from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.optim.estimators.estimate import (
     FEEDBACK,
     Closure,
@@ -277,9 +278,9 @@ class DirectFeedback(Estimator):
         self._resumed: Sequence[str] = ()
         self._at_start: list[Target] = []
 
-    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
+    def prepare(self, model: nn.Module, parameters: Mapping[str, PerturbedParameter], seed: int) -> None:
         self._model, self._seed = model, seed
-        self._targets = {name: parameter.target for name, parameter in moving.items()}
+        self._targets = {name: parameter.target for name, parameter in parameters.items()}
 
     def set_factor_store(self, store: FactorStore) -> None:
         self._store = store
@@ -304,30 +305,30 @@ class DirectFeedback(Estimator):
         coefficients = {target.name: _gradient(target, errors) for target in writers}
         if not all(math.isfinite(x) for x in (float(loss), *(float(g.abs().max()) for g in coefficients.values()))):
             raise FloatingPointError(float(loss))
-        collected = CollectedFactors(coefficients, self.passes(0, first=draw.count == 0))
+        stored = StoredTensors(coefficients, self.passes(0, first=draw.count == 0))
         if self._store is not None:
-            self._store.save(self.rule, draw.step, collected)
-        return self._estimate(float(loss), collected, draw)
+            self._store.save(self.rule, draw.step, stored)
+        return self._estimate(float(loss), stored, draw)
 
     def passes(self, directions: int, *, first: bool) -> int:
         del directions
         return 1 + PASSES * first
 
     def recall(self, record: StepRecord, draw: StepDraw) -> Estimate:
-        collected = self._store.load(self.rule, record.step) if self._store is not None else None
-        if collected is None:
+        stored = self._store.load(self.rule, record.step) if self._store is not None else None
+        if stored is None:
             raise RequestError(
                 f"the saved gradient of feedback step {record.step} is missing; restore its file, or stop before it."
             )
-        self.resume(list(collected.factors))
-        return self._estimate(record.loss, collected, draw)
+        self.resume(list(stored.tensors))
+        return self._estimate(record.loss, stored, draw)
 
-    def _estimate(self, loss: float, collected: CollectedFactors, draw: StepDraw) -> Estimate:
+    def _estimate(self, loss: float, stored: StoredTensors, draw: StepDraw) -> Estimate:
         gradients = {}
-        for name, g in collected.factors.items():
+        for name, g in stored.tensors.items():
             placed = g.to(self._targets[name].device, self._targets[name].state_dtype)
             gradients[name] = FeedbackEstimate(draw.directions[name], (), draw.count, placed)
-        return Estimate(loss, gradients, collected.calls)
+        return Estimate(loss, gradients, stored.passes)
 
     def _find_writers(self, closure: Closure) -> tuple[nn.Module, list[Target]]:
         candidates = [t for t in self._targets.values() if t.is_matrix and self._fixed_sides(t) == (t.input_role,)]

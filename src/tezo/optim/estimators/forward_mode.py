@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tezo.directions.products import evaluation_mode
 from tezo.directions.spaces import Direction
-from tezo.forward.perturbed_parameter import evaluation_mode, let_interrupt
 from tezo.optim.estimators.estimate import Closure, Estimate, Probe, StepDraw, average, precise
 from tezo.optim.estimators.two_point import Drawn, TwoPoint, check_finite, gather_probes
 from tezo.system.errors import RequestError
+from tezo.system.signals import let_interrupt
 
 
 class ForwardGradient(TwoPoint):
@@ -84,7 +85,7 @@ class ForwardGradient(TwoPoint):
 
     def _dual(self, name: str, direction: Direction) -> Tensor:
         """W + epsilon Z as a dual number."""
-        target = self._moving[name].target
+        target = self._parameters[name].target
         tangent = torch.zeros_like(target.parameter.data)
         direction.add_to_(tangent.view(target.stored_shape), 1.0)
         dual: Tensor = forward_ad.make_dual(target.parameter.data, tangent)  # type: ignore[no-untyped-call]

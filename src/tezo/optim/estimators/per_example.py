@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tezo.directions.products import float32_on_emulating_cpu
+from tezo.directions.products import evaluating
 from tezo.forward.blocks import Blocks, NotInBlocksError
-from tezo.forward.perturbed_parameter import Shift, evaluation_mode, let_interrupt
+from tezo.forward.perturbed_parameter import Shift
 from tezo.optim.estimators.estimate import Closure, Estimate, Probe, RowsClosure, StepDraw, average, precise
 from tezo.optim.estimators.two_point import Drawn, TwoPoint, fitting_copies, probes_of
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
+from tezo.system.signals import let_interrupt
 
 MOST_INFLUENCE = 0.05
 """Largest change of an example's loss by the directions of the others, as a part of the change by its own: rounding."""
@@ -59,7 +60,7 @@ class PerExample(TwoPoint):
 
     def ahead(self, closure: Closure, drawn: Drawn, rho: float) -> list[float]:
         count = len(next(iter(drawn.values())))
-        with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+        with evaluating(self._model):
             losses = [self._losses(closure, drawn, j, (rho,), lambda i: i) for j in range(count)]
         return [float(value) for value in torch.cat(losses).double().T.flatten()]
 
@@ -73,7 +74,7 @@ class PerExample(TwoPoint):
             return torch.cat([self._losses(closure, drawn, j, scales, place) for scales in passes])
 
         try:
-            with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+            with evaluating(self._model):
                 losses = [both(j) for j in range(len(next(iter(drawn.values()))))]
                 count = losses[0].shape[1]
                 if check and count > 1:
@@ -113,7 +114,7 @@ class PerExample(TwoPoint):
                 raise NotInBlocksError
             seen += rows
             places = [place(i) for i in examples]
-            for name, parameter in self._moving.items():
+            for name, parameter in self._parameters.items():
                 parameter.set_perturbations([Shift(drawn[name][j], scale, places) for scale in scales])
 
         with self._blocks.before_each_pass(begin):
@@ -123,7 +124,7 @@ class PerExample(TwoPoint):
                     return losses
                 losses = precise(row_losses(closure)).unsqueeze(0)
             finally:
-                for parameter in self._moving.values():
+                for parameter in self._parameters.values():
                     parameter.set_perturbations([])
         if losses.shape[1] != seen:
             raise RequestError(

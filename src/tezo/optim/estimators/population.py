@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tezo.directions.products import float32_on_emulating_cpu
-from tezo.forward.perturbed_parameter import evaluation_mode
+from tezo.directions.products import evaluating
 from tezo.optim.estimators.estimate import (
     POPULATION,
     Closure,
@@ -37,7 +36,7 @@ class OverSpread(TwoPoint):
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
         count = len(next(iter(draw.directions.values())))
-        with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+        with evaluating(self._model):
             loss = mean_loss(closure)
         ranks = self._processes.gather(self.ahead(closure, draw.directions, self.rho))
         losses = [one for turn in zip(*ranks, strict=True) for one in turn]
@@ -87,7 +86,6 @@ class Population(TwoPoint):
         count = len(next(iter(draw.directions.values())))
         own = range(self._processes.rank, count, self._processes.size)
         reach = self.rho * WIDER ** min(draw.idle, MOST_WIDENINGS)
-        self.told = {"reach": reach}
         points = [(index, sign * reach) for index in own for sign in self.signs]
         found = self.evaluated(closure, draw.directions, points, lambda copies: [*closure.example_losses(copies)])
         ranks = [torch.tensor(values, dtype=torch.float64) for values in
@@ -105,7 +103,7 @@ class Population(TwoPoint):
             Probe(losses[0], losses[1] if len(losses) > 1 else mean, kappa)
             for losses, kappa in zip(members, kappas, strict=True)
         )
-        return average(mean, self._checked(probes), self.passes(count, first=False), draw)
+        return average(mean, self._checked(probes), self.passes(count, first=False), draw, {"reach": reach})
 
     def passes(self, directions: int, *, first: bool) -> int:
         del first

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from torch import nn
 
-from tezo.directions.products import float32_on_emulating_cpu
+from tezo.directions.products import evaluating
 from tezo.directions.spaces import Direction
 from tezo.forward.blocks import NotInBlocksError
-from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, evaluation_mode, let_interrupt
+from tezo.forward.perturbed_parameter import PerturbedParameter, Shift
 from tezo.optim.estimators.estimate import (
     TWO_POINT,
     Closure,
@@ -26,6 +26,7 @@ from tezo.optim.estimators.estimate import (
 )
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
+from tezo.system.signals import let_interrupt
 
 T = TypeVar("T")
 
@@ -57,11 +58,11 @@ class TwoPoint(Estimator):
         self.rho = rho
         self._processes = ProcessGroup()
 
-    def prepare(self, model: nn.Module, moving: Mapping[str, PerturbedParameter], seed: int) -> None:
+    def prepare(self, model: nn.Module, parameters: Mapping[str, PerturbedParameter], seed: int) -> None:
         del seed
-        self._model, self._moving = model, moving
-        self._in_blocks = all(parameter.in_blocks for parameter in moving.values())
-        self._dense = any(parameter.draws_for_all_blocks for parameter in moving.values())
+        self._model, self._parameters = model, parameters
+        self._in_blocks = all(parameter.in_blocks for parameter in parameters.values())
+        self._dense = any(parameter.draws_for_all_blocks for parameter in parameters.values())
 
     def share_directions(self, processes: ProcessGroup) -> None:
         self._processes = processes
@@ -124,7 +125,7 @@ class TwoPoint(Estimator):
         copies = copies_of_a_pass(closure, len(points), dense=self._dense) if self._in_blocks else 1
         found: list[T] = []
         try:
-            with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+            with evaluating(self._model):
                 for start in range(0, len(points), copies):
                     let_interrupt()
                     self._set_perturbations(drawn, points[start : start + copies])
@@ -140,14 +141,14 @@ class TwoPoint(Estimator):
 
     def _set_perturbations(self, drawn: Drawn, points: Sequence[tuple[int, float]]) -> None:
         """Perturbs the j-th block of the rows by scale * Z_i, for the j-th of the points (i, scale); none: no rows."""
-        for name, parameter in self._moving.items():
+        for name, parameter in self._parameters.items():
             parameter.set_perturbations([Shift(drawn[name][index], scale) for index, scale in points])
 
     def _checked(self, probes: tuple[Probe, ...]) -> tuple[Probe, ...]:
         check_finite(probes)
-        if not any(parameter.was_called for parameter in self._moving.values()):
+        if not any(parameter.was_called for parameter in self._parameters.values()):
             raise RequestError(
-                f"the closure runs none of the modules that are tuned, such as {next(iter(self._moving))}; it must "
+                f"the closure runs none of the modules that are tuned, such as {next(iter(self._parameters))}; it must "
                 "call the optimizer's model, and a compiled one only after the optimizer was made."
             )
         return probes
@@ -218,7 +219,7 @@ class Conservative(TwoPoint):
         (probe,) = self.probes(closure, draw.directions, self.rho)
         step, losses = draw.lr * probe.projected_grad, {}
         try:
-            with evaluation_mode(self._model), float32_on_emulating_cpu(self._model):
+            with evaluating(self._model):
                 for sign in (0, 1, -1):
                     let_interrupt()
                     self._set_perturbations(draw.directions, [(0, -sign * step)] if sign * step else [])

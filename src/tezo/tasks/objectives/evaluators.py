@@ -16,8 +16,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 from tezo.directions.outputs import LIKELY, named_and_rest, of_tokens
 from tezo.directions.targets import device_of
 from tezo.forward.answers import has_twins
+from tezo.forward.beside_weight import keeping_points
 from tezo.forward.engine import NOTHING, Asked, Change, Continuing, Engine, Told, changes_of
-from tezo.forward.low_rank import keeping_points
 from tezo.models.lora import attached_to
 from tezo.system.progress import current
 from tezo.tasks.objectives.batch import Batch, longest_packed, padded, takes_packed

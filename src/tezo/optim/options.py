@@ -1,19 +1,42 @@
-"""The options of a method's function: their types, checked, and what is said of them on what it builds."""
+"""The options of methods: those that methods share, and a check of the types of all that are given."""
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypedDict, TypeVar, get_args, get_type_hints
 
 from torch import nn
 
 from tezo.optim.base_optimizer import DEFAULT, GIVEN, BaseOptimizer, Setting, Settings
-from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.optimizer import Directions, ZerothOrderOptimizer
 from tezo.system.errors import RequestError, nearest
 from tezo.system.values import coerce
 
 P = ParamSpec("P")
 T = TypeVar("T", bound=BaseOptimizer)
+
+
+class Least(TypedDict, total=False):
+    """Options of every method whose default is that of `ZerothOrderOptimizer`."""
+
+    targets: Sequence[str]
+    seed: int
+
+
+class Basic(Least, total=False):
+    """Options of most methods; see `ZerothOrderOptimizer`."""
+
+    weight_decay: float
+
+
+class Common(Basic, total=False):
+    """Options of every method by two points; see `ZerothOrderOptimizer`."""
+
+    rho: float
+    num_directions: int
+    in_forward: bool
+    directions: Directions
+    frozen_rank: int | None
 
 
 @functools.cache

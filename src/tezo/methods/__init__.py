@@ -20,32 +20,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
+from tezo.methods.es import es as es
+from tezo.methods.first_order import adam as adam
+from tezo.methods.first_order import forward_gradient as forward_gradient
+from tezo.methods.fzoo import fzoo as fzoo
+from tezo.methods.gauss_newton import gauss_newton as gauss_newton
+from tezo.methods.grzo import grzo as grzo
+from tezo.methods.head_feedback import head_feedback as head_feedback
+from tezo.methods.lozo import lozo as lozo
+from tezo.methods.lozo import lozo_m as lozo_m
+from tezo.methods.mezo import mezo as mezo
+from tezo.methods.mezo import mezo_adam as mezo_adam
+from tezo.methods.mezo import mezo_conservative as mezo_conservative
+from tezo.methods.mezo import mezo_m as mezo_m
+from tezo.methods.mezo import mezo_norm as mezo_norm
+from tezo.methods.mezo import mezo_sign as mezo_sign
+from tezo.methods.mezo import sparse_mezo as sparse_mezo
+from tezo.methods.subspace import subzo as subzo
+from tezo.methods.subspace import zo_adamu as zo_adamu
+from tezo.methods.tezo import tezo as tezo
+from tezo.methods.tezo import tezo_adam as tezo_adam
+from tezo.methods.tezo import tezo_cadam as tezo_cadam
+from tezo.methods.tezo import tezo_m as tezo_m
 from tezo.optim.base_optimizer import BaseOptimizer as BaseOptimizer
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
-from tezo.optim.methods.es import es as es
-from tezo.optim.methods.first_order import adam as adam
-from tezo.optim.methods.first_order import forward_gradient as forward_gradient
-from tezo.optim.methods.fzoo import fzoo as fzoo
-from tezo.optim.methods.gauss_newton import gauss_newton as gauss_newton
-from tezo.optim.methods.grzo import grzo as grzo
-from tezo.optim.methods.head_feedback import head_feedback as head_feedback
-from tezo.optim.methods.lozo import lozo as lozo
-from tezo.optim.methods.lozo import lozo_m as lozo_m
-from tezo.optim.methods.mezo import mezo as mezo
-from tezo.optim.methods.mezo import mezo_adam as mezo_adam
-from tezo.optim.methods.mezo import mezo_conservative as mezo_conservative
-from tezo.optim.methods.mezo import mezo_m as mezo_m
-from tezo.optim.methods.mezo import mezo_norm as mezo_norm
-from tezo.optim.methods.mezo import mezo_sign as mezo_sign
-from tezo.optim.methods.mezo import sparse_mezo as sparse_mezo
-from tezo.optim.methods.subspace import subzo as subzo
-from tezo.optim.methods.subspace import zo_adamu as zo_adamu
-from tezo.optim.methods.tezo import tezo as tezo
-from tezo.optim.methods.tezo import tezo_adam as tezo_adam
-from tezo.optim.methods.tezo import tezo_cadam as tezo_cadam
-from tezo.optim.methods.tezo import tezo_m as tezo_m
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.optim.settings import options_of
+from tezo.optim.options import options_of
 from tezo.system.errors import RequestError, nearest
 
 T = TypeVar("T", bound=BaseOptimizer, covariant=True)

@@ -6,8 +6,8 @@ from torch import nn
 
 from tezo.directions.perturbation import DenseSigned
 from tezo.optim.estimators.per_example import GroupRelative
-from tezo.optim.optimizer import PER_EXAMPLE, Basic, Directions, ZerothOrderOptimizer
-from tezo.optim.settings import with_settings
+from tezo.optim.optimizer import PER_EXAMPLE, Directions, ZerothOrderOptimizer
+from tezo.optim.options import Basic, with_settings
 from tezo.optim.updates import SGD
 from tezo.system.errors import RequestError
 

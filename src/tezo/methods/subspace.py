@@ -4,11 +4,12 @@ from typing import Unpack
 
 from torch import nn
 
+from tezo.directions.bases.basis import OrthonormalBasis
 from tezo.directions.low_rank import Scale, Subspace
 from tezo.directions.perturbation import Annealing, SimulatedMomentum
 from tezo.directions.ranks import FixedRank
-from tezo.optim.optimizer import Common, ZerothOrderOptimizer
-from tezo.optim.settings import with_settings
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.options import Common, with_settings
 from tezo.optim.updates import SGD, AdaMU
 
 
@@ -33,7 +34,7 @@ def subzo(
     Deviations: `scale="unit"` is the scale of the public code; `scale="raw"` omits sqrt(M N) / r, as in the formula of
     the TeZO paper.
     """
-    perturbation = Subspace(FixedRank(rank=rank), scale, basis="orthonormal", interval=lazy_update_interval)
+    perturbation = Subspace(FixedRank(rank=rank), scale, basis=OrthonormalBasis(), interval=lazy_update_interval)
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)
 
 

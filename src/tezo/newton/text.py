@@ -29,10 +29,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tezo.directions.bases.looks import NUDGE, Turns, at_places, output_size
-from tezo.directions.outputs import RARE, Outputs, Places, Rows
+from tezo.directions.bases.basis import output_size
+from tezo.directions.outputs import RARE, Outputs, Places
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input, output_head
+from tezo.newton.recording import NUDGE, PassPlaces, at_places
+from tezo.optim.estimators.estimate import RowsClosure
 from tezo.system.errors import RequestError
 
 MOST_TOKENS = 4096
@@ -55,7 +57,7 @@ LEAST_GAIN = 0.05
 
 
 @dataclass
-class Ends:
+class TextRecord:
     """Inputs of the last layer and of the head at the places of all passes.
 
     Attributes:
@@ -76,9 +78,9 @@ class Ends:
 
 
 @contextmanager
-def recording_ends(
+def recording_text(
     model: nn.Module, target: Target, places: Sequence[Places | None], size: float = 0.0
-) -> Iterator[Ends]:
+) -> Iterator[TextRecord]:
     """Keeps the inputs of a layer and of the head at these places while open; adds noise to the layer's outputs.
 
     Args:
@@ -88,36 +90,36 @@ def recording_ends(
         size: root mean square of the noise.
     """
     head = output_head(model)
-    ends, turns = Ends(), Turns(places, MOST_TOKENS)
+    record, passes = TextRecord(), PassPlaces(places, MOST_TOKENS)
 
     def layer(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         del module
-        now = turns.now
+        now = passes.now
         x_RLI = by_row(only_input(args, kwargs), len(now.example_R)) if now is not None else None
         if now is None or x_RLI is None:
             return None
-        ends.place.append(now.place_P)
-        ends.x.append(at_places(x_RLI, now).cpu())
-        ends.squares.append(float(output.detach().float().square().mean()))
+        record.place.append(now.place_P)
+        record.x.append(at_places(x_RLI, now).cpu())
+        record.squares.append(float(output.detach().float().square().mean()))
         if not size:
             return None
         shape = *x_RLI.shape[:2], output.shape[-1]
-        noise_RLM = size * normal(shape, seed=0, step=len(ends.x), name=target.name, role="nudge").float()
-        ends.noise.append(at_places(noise_RLM, now))
+        noise_RLM = size * normal(shape, seed=0, step=len(record.x), name=target.name, role="nudge").float()
+        record.noise.append(at_places(noise_RLM, now))
         return output + noise_RLM.view(output.shape).to(output.device, output.dtype)
 
     def before_head(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         del module
-        if turns.now is not None and len(args[0]) == len(turns.now.example_R):
-            ends.h.append(at_places(args[0], turns.now).cpu())
-            ends.like = args[0].new_zeros(0)
+        if passes.now is not None and len(args[0]) == len(passes.now.example_R):
+            record.h.append(at_places(args[0], passes.now).cpu())
+            record.like = args[0].new_zeros(0)
 
     with ExitStack() as hooks:
-        hooks.enter_context(model.register_forward_pre_hook(turns.enter))
+        hooks.enter_context(model.register_forward_pre_hook(passes.enter))
         hooks.enter_context(target.sites[0].module.register_forward_hook(layer, with_kwargs=True))
         if head is not None:
             hooks.enter_context(head.register_forward_pre_hook(before_head))
-        yield ends
+        yield record
 
 
 def by_row(x: Tensor, rows: int) -> Tensor | None:
@@ -132,8 +134,8 @@ def fits_text(model: Any) -> bool:
     return bool(getattr(output_head(model), "in_features", 0) == model.config.get_text_config().hidden_size)
 
 
-def read_text(
-    model: nn.Module, target: Target, rows: Rows, seen: Ends, outputs: Outputs, rank: int
+def fit_text(
+    model: nn.Module, target: Target, rows: RowsClosure, before: TextRecord, outputs: Outputs, rank: int
 ) -> tuple[Tensor, Tensor]:
     """Returns (U (M, r), V (I, r)) of the last layer, float64; see the module. It takes another pass over the rows.
 
@@ -141,7 +143,7 @@ def read_text(
         model: the model.
         target: the last layer.
         rows: the rows.
-        seen: of a pass over them.
+        before: of a pass over them.
         outputs: of that pass.
         rank: r.
 
@@ -149,22 +151,22 @@ def read_text(
         RequestError: the layer does not write to the input of the head.
     """
     head, gains = output_head(model), None
-    if head is not None and seen.h and seen.h[0].shape[1] == output_size(target):
-        size = math.sqrt(sum(seen.squares) / len(seen.squares))
-        with recording_ends(model, target, rows.places(), NUDGE * size) as moved:
+    if head is not None and before.h and before.h[0].shape[1] == output_size(target):
+        size = math.sqrt(sum(before.squares) / len(before.squares))
+        with recording_text(model, target, rows.places(), NUDGE * size) as moved:
             rows.outputs(outputs)
-        gains = arrives(torch.cat(moved.h) - torch.cat(seen.h), torch.cat(moved.noise))
+        gains = arrives(torch.cat(moved.h) - torch.cat(before.h), torch.cat(moved.noise))
     if head is None or gains is None:
         raise RequestError(
             f"method.basis: what {target.name}, the last layer that is tuned, puts out is not added to the input of an "
             "output head, which free text needs; choose others with method.targets, or set method.name=head-feedback."
         )
     assert outputs.tokens_TC is not None
-    (gain_M, share_P), place_P = gains, torch.cat(seen.place)
-    x_PI, h_PD = torch.cat(seen.x) * share_P.unsqueeze(1), torch.cat(seen.h)
+    (gain_M, share_P), place_P = gains, torch.cat(before.place)
+    x_PI, h_PD = torch.cat(before.x) * share_P.unsqueeze(1), torch.cat(before.h)
     tokens_PK = outputs.tokens_TC.cpu()[place_P, :-1]
     tokens_C = tokens_of(tokens_PK)
-    rows_of_head = head_rows(head, tokens_C, h_PD.shape[1], seen.like)
+    rows_of_head = head_rows(head, tokens_C, h_PD.shape[1], before.like)
     text = Text(x_PI, h_PD, gain_M, rows_of_head, tokens_C, tokens_PK, outputs.scores_TC.cpu()[place_P, :-1].float())
     u_DR, v_IR = text.fit(outputs.example_T[place_P].cpu(), rank)
     return reciprocal(gain_M).double().unsqueeze(1) * u_DR.double(), v_IR.double()

@@ -6,8 +6,8 @@ from torch import nn
 
 from tezo.directions.perturbation import DenseRademacher
 from tezo.optim.estimators.population import OverSpread
-from tezo.optim.optimizer import Basic, ZerothOrderOptimizer
-from tezo.optim.settings import with_settings
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.options import Basic, with_settings
 from tezo.optim.updates import SGD
 from tezo.system.errors import RequestError
 

@@ -9,7 +9,7 @@ from tezo.directions.targets import ALL, ALL_LINEAR
 from tezo.optim.estimators.forward_mode import ForwardGradient
 from tezo.optim.first_order import FirstOrderOptimizer
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.optim.settings import with_settings
+from tezo.optim.options import with_settings
 from tezo.optim.updates import SGD
 
 

@@ -7,8 +7,9 @@ from torch import nn
 from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Lazy, Scale
 from tezo.directions.ranks import FixedRank
-from tezo.optim.optimizer import Common, ZerothOrderOptimizer
-from tezo.optim.settings import with_settings
+from tezo.methods.bases import find_basis
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.options import Common, with_settings
 from tezo.optim.updates import SGD, Momentum
 
 
@@ -36,7 +37,7 @@ def lozo(
     Deviations: the update always uses the U of the evaluations; the public code draws another U at refreshes.
     `scale="unit"` divides Z by sqrt(r).
     """
-    perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)
+    perturbation = Lazy(FixedRank(rank=rank), scale, basis=find_basis(basis), interval=lazy_update_interval)
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)
 
 
@@ -60,5 +61,5 @@ def lozo_m(
     State: M (M x r), in float32. `rank`, `lazy_update_interval` and deviations: as in `lozo`. In addition, M starts at
     zero, as in TeZO-m; the public code starts at kappa U.
     """
-    perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)
+    perturbation = Lazy(FixedRank(rank=rank), scale, basis=find_basis(basis), interval=lazy_update_interval)
     return ZerothOrderOptimizer(model, perturbation, Momentum(beta), lr=lr, **common)

@@ -7,9 +7,10 @@ from torch import nn
 from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Lazy, Scale
 from tezo.directions.ranks import FixedRank
+from tezo.methods.bases import find_basis
 from tezo.optim.estimators.population import AntitheticPopulation, Population
-from tezo.optim.optimizer import Least, ZerothOrderOptimizer
-from tezo.optim.settings import with_settings
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.options import Least, with_settings
 from tezo.optim.updates import SGD
 from tezo.system.errors import RequestError
 
@@ -56,7 +57,7 @@ def es(
     """
     if num_directions < 2:
         raise RequestError(f"method.num_directions is {num_directions}; a population needs at least 2 members.")
-    perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)
+    perturbation = Lazy(FixedRank(rank=rank), scale, basis=find_basis(basis), interval=lazy_update_interval)
     return ZerothOrderOptimizer(
         model,
         perturbation,

@@ -6,8 +6,8 @@ from torch import nn
 
 from tezo.directions.perturbation import DenseGaussian, SmallEntries
 from tezo.optim.estimators.two_point import Conservative
-from tezo.optim.optimizer import Common, ZerothOrderOptimizer
-from tezo.optim.settings import with_settings
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.options import Common, with_settings
 from tezo.optim.updates import SGD, Adam, Momentum, NormalizedSGD, SignSGD
 
 

@@ -7,9 +7,10 @@ from torch import nn
 from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Temporal
 from tezo.directions.ranks import FixedRank
-from tezo.optim.estimators.gauss_newton import GaussNewton
-from tezo.optim.optimizer import Basic, ZerothOrderOptimizer
-from tezo.optim.settings import with_settings
+from tezo.methods.bases import find_basis
+from tezo.newton.step import GaussNewton
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.options import Basic, with_settings
 from tezo.optim.updates import SGD
 
 
@@ -36,12 +37,12 @@ def gauss_newton(
     A step is a round, of K + 2 or K + 3 passes over a batch that should be large (`tezo train` takes 128 rows). A look
     proposes the directions. On labelled rows, up to 1,024, those of the step among them, it finds the inputs of the
     later layers that foretell what the outputs are wrong by, and the outputs of these layers that mend it
-    (`tezo.directions.bases.errors`): 3 directions for two labels, of which the first `num_directions` are taken. Of
+    (`tezo.newton.look`): 3 directions for two labels, of which the first `num_directions` are taken. Of
     free text it fits the last layer through the output head, by a regression on what it has recorded of other rows
-    than the step's, and K is 1 (`tezo.directions.bases.readout`). Rows with options of their own need the basis
+    than the step's, and K is 1 (`tezo.newton.text`). Rows with options of their own need the basis
     `gaussian`, whose tau_j are drawn; K is `num_directions` then. The step is the minimum of a convex model of the
     loss, shortened where the real loss is not what the model says, or the loss of dev rows is lower before its end
-    (`tezo.optim.estimators.gauss_newton`). `lr` is the part of it that is taken. A run without dev rows looks at other
+    (`tezo.newton.step`). `lr` is the part of it that is taken. A run without dev rows looks at other
     labelled rows than its steps have.
 
     The closure must be of `tezo.closure`, or another `RowsClosure` that tells outputs. Without `optimizer.set_rows` a
@@ -55,7 +56,7 @@ def gauss_newton(
     2023), of the kernel view of fine-tuning (Malladi et al. 2023), and of low-rank directions from activations (AGZO,
     ZO-Act). Defaults are of first trials on SST-2 and TREC with a decoder of 135M parameters, and were not searched.
     """
-    perturbation = Temporal(FixedRank(rank=rank), "raw", basis=basis, interval=lazy_update_interval)
+    perturbation = Temporal(FixedRank(rank=rank), "raw", basis=find_basis(basis), interval=lazy_update_interval)
     return ZerothOrderOptimizer(
         model,
         perturbation,

@@ -1,4 +1,4 @@
-"""What the passes of a look measure: inputs of layers at the places of outputs, and how added vectors act on scores."""
+"""Hooks on layers while rows are passed: they record inputs at the places of outputs, or add vectors to outputs."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tezo.directions.outputs import Outputs, Places, Rows, change
+from tezo.directions.bases.basis import output_size
+from tezo.directions.outputs import Outputs, Places, change
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input
+from tezo.newton.look import ClassVectors
+from tezo.optim.estimators.estimate import RowsClosure
 
 MOST_PLACES = 1024
 """Places of which inputs are kept, evenly spaced among all."""
@@ -25,11 +28,6 @@ PUSH = 0.3
 """By how much a class's score should be raised where layers are tried."""
 KEPT_EFFECT = 0.3
 """Least effect of a vector at a layer, as a part of its effect at the last one."""
-
-
-def output_size(target: Target) -> int:
-    """Returns the number of outputs of a linear layer."""
-    return target.matrix_shape[1 if target.input_role == "u" else 0]
 
 
 @dataclass
@@ -70,7 +68,7 @@ class Inputs:
         return self.parts()[0].double().mean(0) + self.means[0].double().cpu()
 
 
-class Turns:
+class PassPlaces:
     """The places of each pass of a model in turn, of all passes at most so many, evenly spaced.
 
     Attributes:
@@ -92,68 +90,75 @@ class Turns:
         self.now = own if own is not None and len(own.place_P) else None
 
 
-class Nudges:
+class AddedVectors:
     """Measures how vectors that are added to outputs of layers act on the scores of labels.
 
     Args:
         model: the model.
         rows: rows with labels.
         places: of these rows.
-        own: their outputs.
+        outputs: of these rows, with nothing added.
         step: of the draws.
     """
 
-    def __init__(self, model: nn.Module, rows: Rows, places: Sequence[Places | None], own: Outputs, step: int) -> None:
-        self._model, self._rows, self._places, self._own, self._step = model, rows, places, own, step
+    def __init__(
+        self, model: nn.Module, rows: RowsClosure, places: Sequence[Places | None], outputs: Outputs, step: int
+    ) -> None:
+        self._model, self._rows, self._places, self._outputs, self._step = model, rows, places, outputs, step
 
-    def stream(self, target: Target, size: float) -> Tensor:
-        """Returns S (M, C): how much of each class's score an added vector raises, per unit of it; float64.
+    def class_vectors(self, target: Target, size: float) -> Tensor:
+        """Returns S (M, C), one vector for each class, which raises its score by about 1: float64.
+
+        A random vector n_p is added to the output of a layer in the row of each example; d_p is the change of the
+        scores of the C classes, less their mean:
+
+            S = N^T (N N^T + mu I)^-1 D,   (M, C).
 
         Args:
             target: the layer.
             size: root mean square of its outputs.
         """
-        shape = len(self._own.labels_T), output_size(target)
-        nudge_TM = normal(shape, seed=0, step=self._step, name=target.name, role="nudge").double() * NUDGE * size
-        raised_TC = self._raised({target.name: target}, {target.name: nudge_TM})
-        gradient_MC = nudge_TM.T @ (_inverse(nudge_TM) @ raised_TC)
+        shape = len(self._outputs.labels_T), output_size(target)
+        added_TM = normal(shape, seed=0, step=self._step, name=target.name, role="nudge").double() * NUDGE * size
+        raised_TC = self._raised({target.name: target}, {target.name: added_TM})
+        gradient_MC = added_TM.T @ (_inverse(added_TM) @ raised_TC)
         # the vector that raises a class by 1, by what was measured along it
         return gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
 
-    def writers(self, targets: Sequence[Target], stream_MC: Tensor) -> tuple[list[str], Tensor]:
-        """Returns (the layers at whose outputs S acts as at the last one, S scaled so that it raises scores by 1).
+    def acting(self, targets: Sequence[Target], vectors_MC: Tensor) -> ClassVectors:
+        """Returns the layers at whose outputs S acts nearly as at the last one, and S scaled so that it acts by 1.
 
         Each layer has places of its own; where these are fewer than the layers, the last ones alone are tried.
         """
-        count, classes = len(self._own.labels_T), stream_MC.shape[1]
+        count, classes = len(self._outputs.labels_T), vectors_MC.shape[1]
         targets = targets[-count:]
         turn_T = torch.arange(count)
         class_T = (turn_T // len(targets)) % classes
-        vectors_TM = PUSH * stream_MC.T[class_T]
-        nudges = {t.name: vectors_TM * (turn_T % len(targets) == i).unsqueeze(1) for i, t in enumerate(targets)}
-        raised_TC = self._raised({t.name: t for t in targets}, nudges)
+        added_TM = PUSH * vectors_MC.T[class_T]
+        added = {t.name: added_TM * (turn_T % len(targets) == i).unsqueeze(1) for i, t in enumerate(targets)}
+        raised_TC = self._raised({t.name: t for t in targets}, added)
         wanted_TC = PUSH * (functional.one_hot(class_T, classes).double() - 1 / classes)
         effect_T = (raised_TC * wanted_TC).sum(1) / wanted_TC.square().sum(1)
         effects = [float(effect_T[turn_T % len(targets) == i].mean()) for i in range(len(targets))]
         kept = [t.name for t, effect in zip(targets, effects, strict=True) if effect >= KEPT_EFFECT * effects[-1]]
-        return kept or [targets[-1].name], stream_MC / max(effects[-1], 0.1)
+        return ClassVectors(vectors_MC / max(effects[-1], 0.1), kept or [targets[-1].name])
 
-    def _raised(self, targets: Mapping[str, Target], nudges: Mapping[str, Tensor]) -> Tensor:
+    def _raised(self, targets: Mapping[str, Target], added: Mapping[str, Tensor]) -> Tensor:
         """Returns the changes of the scores (T, C), less their mean over the classes, with vectors added."""
-        turns = Turns(self._places)
+        passes = PassPlaces(self._places)
 
         def add(name: str, module: nn.Module, args: object, output: Tensor) -> Tensor:
             del module, args
-            if turns.now is None or len(turns.now.example_R) != len(output):
+            if passes.now is None or len(passes.now.example_R) != len(output):
                 return output
-            return output + nudges[name][turns.now.example_R.cpu()].to(output.device, output.dtype).unsqueeze(1)
+            return output + added[name][passes.now.example_R.cpu()].to(output.device, output.dtype).unsqueeze(1)
 
         with ExitStack() as hooks:
-            hooks.enter_context(self._model.register_forward_pre_hook(turns.enter))
+            hooks.enter_context(self._model.register_forward_pre_hook(passes.enter))
             for name, target in targets.items():
                 hooks.enter_context(target.sites[0].module.register_forward_hook(partial(add, name)))
-            moved = self._rows.outputs(self._own)
-        raised_TC = change(moved, self._own)
+            moved = self._rows.outputs(self._outputs)
+        raised_TC = change(moved, self._outputs)
         return raised_TC - raised_TC.mean(1, keepdim=True)
 
 
@@ -164,15 +169,15 @@ def _inverse(x_PI: Tensor) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky(gram_PP))
 
 
-class Seen:
-    """What `recording` has seen.
+class InputRecorder:
+    """The inputs of layers at the places of outputs; its methods are hooks.
 
     Attributes:
         inputs: parameter name -> inputs of its layer, in the order in which layers are called.
     """
 
     def __init__(self, places: Sequence[Places | None]) -> None:
-        self._turns = Turns(places, MOST_PLACES)
+        self._passes = PassPlaces(places, MOST_PLACES)
         self._last: dict[tuple[int, ...], tuple[Inputs, Tensor]] = {}
         self.inputs: dict[str, Inputs] = {}
         self._adds: set[str] = set()
@@ -181,12 +186,12 @@ class Seen:
     def enter(self, *_: object) -> None:
         """Called before each pass of the model."""
         self._last.clear()
-        self._turns.enter()
+        self._passes.enter()
 
     def take(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called after each call of a layer."""
         del module
-        now, x_RLI = self._turns.now, only_input(args, kwargs)
+        now, x_RLI = self._passes.now, only_input(args, kwargs)
         if now is None or x_RLI.ndim != 3 or len(x_RLI) != len(now.example_R):
             return
         at, mean = _at(x_RLI, now), _mean(x_RLI, now)
@@ -204,10 +209,6 @@ class Seen:
         out = _at(output, now) if at is not None else _mean(output, now)
         assert out is not None
         self._squares.setdefault(name, []).append(float(out.float().square().mean()))
-
-    def distinct(self, names: Sequence[str]) -> Iterator[Inputs]:
-        """Yields each of the inputs of these layers once."""
-        yield from {id(self.inputs[name]): self.inputs[name] for name in names}.values()
 
     def output_size(self, name: str) -> float:
         """Returns the root mean square of a layer's outputs."""
@@ -235,12 +236,12 @@ def _mean(x_RLI: Tensor, places: Places) -> Tensor | None:
 
 
 @contextmanager
-def recording(model: nn.Module, targets: Sequence[Target], places: Sequence[Places | None]) -> Iterator[Seen]:
-    """Keeps the inputs of the targets' layers at these places, pass after pass, while open."""
-    seen = Seen(places)
+def recording(model: nn.Module, targets: Sequence[Target], places: Sequence[Places | None]) -> Iterator[InputRecorder]:
+    """Records the inputs of the targets' layers at these places, pass after pass, while open."""
+    recorder = InputRecorder(places)
     with ExitStack() as hooks:
-        hooks.enter_context(model.register_forward_pre_hook(seen.enter))
+        hooks.enter_context(model.register_forward_pre_hook(recorder.enter))
         for target in targets:
-            hook = partial(seen.take, target.name)
+            hook = partial(recorder.take, target.name)
             hooks.enter_context(target.sites[0].module.register_forward_hook(hook, with_kwargs=True))
-        yield seen
+        yield recorder

@@ -7,9 +7,10 @@ from torch import nn
 from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Scale, Temporal
 from tezo.directions.ranks import RankCriterion, chosen_rank
+from tezo.methods.bases import find_basis
 from tezo.optim.factored_adam import FactoredAdam
-from tezo.optim.optimizer import Common, ZerothOrderOptimizer
-from tezo.optim.settings import with_settings
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.options import Common, with_settings
 from tezo.optim.updates import SGD, Adam, Momentum
 
 
@@ -48,7 +49,7 @@ def tezo(
     perturbation = Temporal(
         chosen_rank(rank, rank_rule, rank_threshold, max_rank),
         scale,
-        basis=basis,
+        basis=find_basis(basis),
         interval=lazy_update_interval,
     )
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)
@@ -79,7 +80,7 @@ def tezo_m(
     perturbation = Temporal(
         chosen_rank(rank, rank_rule, rank_threshold, max_rank),
         scale,
-        basis=basis,
+        basis=find_basis(basis),
         interval=lazy_update_interval,
     )
     return ZerothOrderOptimizer(model, perturbation, Momentum(beta), lr=lr, **common)
@@ -114,7 +115,7 @@ def tezo_adam(
     perturbation = Temporal(
         chosen_rank(rank, rank_rule, rank_threshold, max_rank),
         scale,
-        basis=basis,
+        basis=find_basis(basis),
     )
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)
 
@@ -151,7 +152,7 @@ def tezo_cadam(
     perturbation = Temporal(
         chosen_rank(rank, rank_rule, rank_threshold, max_rank),
         scale,
-        basis=basis,
+        basis=find_basis(basis),
         interval=lazy_update_interval,
     )
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)

@@ -1,11 +1,11 @@
-"""Low-rank directions in the forward pass: the stored tensor is read, not written.
+"""A low-rank change beside a weight, added in the forward pass: the stored tensor is read, not written.
 
 The output of a Linear with weight W becomes x (W + F + D)^T = x W^T + x F^T + ((x V) * c) U^T. D is the change trained
 with the current factors, plus or minus rho Z during an evaluation. F is the change trained with earlier factors, if it
 is stored beside the base. Every module that owns the parameter gets the hook, so tied weights change together.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tezo.directions.perturbation import DrawKey
 from tezo.directions.products import arithmetic_dtype
+from tezo.directions.random import DrawKey
 from tezo.directions.spaces import Direction, FixedCoefficient, FixedFactors, LowRank, row_tiles
 from tezo.directions.targets import Site, Target, only_input
 from tezo.forward import rounding
 from tezo.forward.blocks import Blocks, Points, block_points, draw_of
 from tezo.forward.interception import EMBEDDING, Interception, untraced
-from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, require_plain, require_writable
+from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, require_writable
+from tezo.forward.state_dict import require_plain
 
 FEW = 1 << 14
 """Largest number of coefficient entries of points that are computed before a pass. In the pass itself, small operations
@@ -124,10 +125,10 @@ class InForward(PerturbedParameter):
             points = iter(self._kept.setdefault(dtype, tuple(points)))
         return chain(frozen, points)
 
-    def begin(self, direction: Direction, key: DrawKey) -> None:
-        super().begin(direction, key)
-        assert isinstance(direction, FixedFactors)
-        if self.change is not None and self.change.refresh_step != direction.refresh_step:
+    def refresh(self, key: DrawKey, origin: FixedFactors | None) -> None:
+        self.key = key
+        assert origin is not None
+        if self.change is not None and self.change.refresh_step != origin.refresh_step:
             # moves D into the stored tensor or into F
             if self._most_rank is None:
                 self.fold()
@@ -135,8 +136,9 @@ class InForward(PerturbedParameter):
                 left, right, lost = compress(*join(self.trained(), self.target.state_dtype), self._most_rank)
                 self.frozen, self.compression_error = low_rank(left, right), self.compression_error + lost
             self._changed = False
-        if self.change is None or not self._changed:
-            self.change = direction.with_coefficient(torch.zeros_like(direction.coefficient))
+        if self.change is None or (not self._changed and self.change.v_NR is not origin.v_NR):
+            like = origin.coefficient
+            self.change = origin.with_coefficient(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
         self.shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
@@ -216,12 +218,13 @@ class InForward(PerturbedParameter):
             state |= {"frozen_left": self.frozen.coefficient, "frozen_right": self.frozen.v_NR, "frozen_lost": lost}
         return state
 
-    def load_state(self, draw: Callable[[int | None], Direction], state: dict[str, Tensor]) -> None:
+    def load_state(self, origin: Callable[[int | None], FixedFactors | None], state: Mapping[str, Tensor]) -> None:
         self._forget()
         if "coefficient" in state:
-            direction = draw(int(state["refresh_step"]) if "refresh_step" in state else None)
-            assert isinstance(direction, FixedFactors)
-            self.change = direction.with_coefficient(state["coefficient"].to(direction.coefficient).clone())
+            zero = origin(int(state["refresh_step"]) if "refresh_step" in state else None)
+            assert zero is not None
+            like = zero.coefficient
+            self.change = zero.with_coefficient(state["coefficient"].to(like.device, like.dtype).clone())
             self._changed = True
         if "frozen_left" in state:
             place = self.target.device, self.target.state_dtype

@@ -7,10 +7,12 @@ from torch import nn
 from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Lazy, Scale
 from tezo.directions.ranks import FixedRank
+from tezo.methods.bases import find_basis
+from tezo.optim.checks import check_rate
 from tezo.optim.estimators.feedback import DirectFeedback
-from tezo.optim.optimizer import Common, StepRule, ZerothOrderOptimizer, check_rate
-from tezo.optim.settings import with_settings
-from tezo.optim.updates import Adam
+from tezo.optim.optimizer import ZerothOrderOptimizer
+from tezo.optim.options import Common, with_settings
+from tezo.optim.updates import Adam, StepRule
 
 FEEDBACK_UPDATE = Adam((0.9, 0.999), 1e-8, eps_in_sqrt=False, bias_correction=True)
 """Update rule of feedback steps: torch's Adam with torch's default settings."""
@@ -52,7 +54,7 @@ def head_feedback(
     run is forward passes alone.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
-    perturbation = Lazy(FixedRank(rank=rank), scale, basis=basis, interval=lazy_update_interval)
+    perturbation = Lazy(FixedRank(rank=rank), scale, basis=find_basis(basis), interval=lazy_update_interval)
     check_rate("feedback_scale", feedback_scale)
     feedback = StepRule(DirectFeedback(perturbation.fixed), FEEDBACK_UPDATE, lr_scale=feedback_scale, restarts=True)
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, more_rules=(feedback,), **common)

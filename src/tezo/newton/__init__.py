@@ -1,0 +1,1 @@
+"""The default method: directions found by regressions on training rows, and steps of Gauss-Newton along them."""

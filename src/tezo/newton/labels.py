@@ -1,0 +1,246 @@
+"""Labelled rows: regressions from inputs of layers to the errors of the outputs, and the directions along them.
+
+A pass over P places, rows with options, gives the errors e_p of the outputs there (right minus given) and the inputs
+x_p of some layers. A change U diag(c) V^T of a weight can mend the errors only as far as V^T x_p tells them apart. For
+each layer ridge regression from its inputs to the errors,
+
+    W = X^T (X X^T + lambda I)^-1 E,
+
+gives the inputs that predict the errors best; inputs at the place itself and their mean over the tokens before are
+regressed apart. The prediction for a place by the regression without it is known in closed form,
+
+    f_p = e_p - alpha_p / K_pp,   K = (X X^T + lambda I)^-1,   alpha = K E.
+
+Its correlation with the errors, the signal, chooses lambda for each layer, and is the layer's weight among all of them.
+All layers predict much the same, each with noise of its own, so that their sum is better than any.
+
+With S (M, C) the vectors that raise each class (`recording`), B (C, R) the leading right singular vectors of the sum of
+all f, and w the signal of a layer as a part of the sum of those of all layers,
+
+    U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2:
+
+along a column, all layers together add to the scores what they predict, with size 1. The last layer also has constant
+inputs, V^T x about 1, by which labels get a bias. So columns mean the same in all layers, and directions along them are
+proposed: each contrast of biases, the predictions by inputs at the place, those by means, and both for each column of
+B. The change that a column predicts for each row of the step, by regressions with and without that row, is kept beside
+it: a direction promises more of these rows than it does for others.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tezo.directions.bases.basis import input_size
+from tezo.directions.outputs import Outputs, errors, fitted_bias
+from tezo.directions.targets import Target
+from tezo.newton.look import ClassVectors, ColumnPredictions, Look
+from tezo.newton.recording import InputRecorder
+
+RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0)
+"""Candidates for lambda, as parts of the mean of the diagonal of X X^T."""
+BIASED = 0.1
+"""S is measured anew where a bias for each label would lower the loss by more than this part."""
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """Labelled rows that were passed through the model.
+
+    Attributes:
+        recorded: inputs of layers there.
+        outputs: of the rows.
+        stepped: number of examples, the first ones, that are rows of the step; None: all.
+        passes: calls of the model that it took.
+    """
+
+    recorded: InputRecorder
+    outputs: Outputs
+    stepped: int | None
+    passes: int
+
+
+def is_biased(outputs: Outputs) -> bool:
+    """Returns whether a bias for each label would lower the loss by more than `BIASED` of it."""
+    scores_TC = outputs.scores_TC.detach().double().cpu() + fitted_bias(outputs)
+    return replace(outputs, scores_TC=scores_TC, labels_T=outputs.labels_T.cpu()).loss() < (1 - BIASED) * outputs.loss()
+
+
+def look_at_labels(
+    rows: LabelledRows, vectors: ClassVectors, targets: Sequence[Target], ranks: Mapping[str, int], passes: int
+) -> Look:
+    """Returns the look at labelled rows; only layers of `vectors` are changed.
+
+    Args:
+        rows: with the inputs of these layers.
+        vectors: that raise each class.
+        targets: weights of all linear layers, in the order of the model.
+        ranks: parameter name -> rank.
+        passes: calls of the model that the look took in all.
+    """
+    outputs, error_TC = rows.outputs, errors(rows.outputs)
+    classes, inputs = error_TC.shape[1], {name: rows.recorded.inputs[name] for name in vectors.layers}
+    distinct = {id(own): own for own in inputs.values()}  # layers share inputs
+    regressions = {key: regress(own.parts(), error_TC[own.places()]) for key, own in distinct.items()}
+    found = {name: regressions[id(own)] for name, own in inputs.items()}
+    every = [part for parts in found.values() for part in parts]
+    last, most = vectors.layers[-1], max(ranks.values())
+    layout = Layout.of(
+        classes,
+        len(found[last]),
+        min(ranks[name] for name in vectors.layers),
+        min(len(part.unseen_PE) for part in every),
+    )
+    turns_CR, weights_R = common(every, layout.contrasts)
+    totals = [sum(parts[kind].weight for parts in found.values()) or 1.0 for kind in range(layout.kinds)]
+    changes_2ER = torch.zeros(2, len(error_TC), most, dtype=torch.float64)
+    classes_CR = torch.zeros(classes, most, dtype=torch.float64)
+    for kind in range(layout.kinds):
+        classes_CR[:, layout.columns(kind)] = turns_CR
+    v, u = {}, {}
+    for target in targets:
+        name, rank = target.name, ranks[target.name]
+        v[name] = torch.zeros(input_size(target), rank, dtype=torch.float64)
+        along_CK = torch.zeros(classes, rank, dtype=torch.float64)
+        for kind, part in enumerate(found.get(name, ())):
+            columns, weight = layout.columns(kind), part.weight / totals[kind]
+            v[name][:, columns] = weight * part.along(turns_CR)
+            along_CK[:, columns] = turns_CR
+            examples_P = outputs.example_T.cpu()[inputs[name].places()]
+            changes_2ER[:, examples_P, columns] += weight * part.predicted(turns_CR)
+        if name == last and layout.biases:
+            mean_I = inputs[name].average()
+            v[name][:, layout.bias] = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
+            along_CK[:, layout.bias] = contrasts(classes)[:, : layout.biases]
+        if bool(along_CK.any()):
+            u[name] = vectors.vectors_MC @ along_CK
+    return Look(
+        inputs=v,
+        outputs=u,
+        proposals=layout.proposals(weights_R, most),
+        passes=passes,
+        signals={name: max(part.signal for part in parts) for name, parts in found.items()},
+        class_vectors=vectors,
+        columns=ColumnPredictions(changes_2ER[:, : rows.stepped], classes_CR),
+    )
+
+
+def contrasts(classes: int) -> Tensor:
+    """Returns orthonormal contrasts of classes, (C, C - 1)."""
+    found: Tensor = torch.linalg.qr(torch.eye(classes, dtype=torch.float64) - 1 / classes).Q
+    return found[:, : classes - 1]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The meaning of the columns: R contrasts predicted by inputs of each kind, then biases.
+
+    Attributes:
+        contrasts: R.
+        kinds: of inputs: at the place, and their mean.
+        biases: columns with a constant input, in the last layer alone.
+    """
+
+    contrasts: int
+    kinds: int
+    biases: int
+
+    @classmethod
+    def of(cls, classes: int, kinds: int, rank: int, places: int) -> "Layout":
+        """Returns the layout of the columns of this rank, of regressions on so many places."""
+        biases = min(classes - 1, rank // 3)
+        return cls(max(1, min(classes - 1, (rank - biases) // kinds, places)), kinds, biases)
+
+    def columns(self, kind: int) -> slice:
+        """Returns the columns that inputs of a kind predict."""
+        return slice(kind * self.contrasts, (kind + 1) * self.contrasts)
+
+    @property
+    def bias(self) -> slice:
+        """The columns with a constant input."""
+        return slice(self.kinds * self.contrasts, self.kinds * self.contrasts + self.biases)
+
+    def proposals(self, weights_R: Tensor, rank: int) -> Tensor:
+        """Returns the coefficients of the proposed directions, (J, rank); contrasts have these weights in a sum."""
+        rows = []
+        for bias in range(self.bias.start, self.bias.stop):
+            rows.append(functional.one_hot(torch.tensor(bias), rank).double())
+        for kind in range(self.kinds):
+            rows.append(torch.zeros(rank, dtype=torch.float64))
+            rows[-1][self.columns(kind)] = weights_R
+        for contrast in range(self.contrasts if self.contrasts > 1 else 0):
+            rows.append(torch.zeros(rank, dtype=torch.float64))
+            rows[-1][[kind * self.contrasts + contrast for kind in range(self.kinds)]] = 1.0
+        return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class Regression:
+    """The regression from inputs to errors.
+
+    Attributes:
+        x_PI: inputs, less their mean; float32.
+        w_IE: W, float32.
+        unseen_PE: its prediction for each place by the regression without that place.
+        signal: their correlation with the errors.
+    """
+
+    x_PI: Tensor
+    w_IE: Tensor
+    unseen_PE: Tensor
+    signal: float
+
+    @property
+    def weight(self) -> float:
+        """In a sum over layers: the signal, or none where there is no signal."""
+        return max(self.signal, 0.0)
+
+    def along(self, turns_ER: Tensor) -> Tensor:
+        """Returns columns W B with V^T x of mean square 1, (I, R) in float64."""
+        return (self.w_IE @ turns_ER.float()).double() / self._fitted(turns_ER)[1]
+
+    def predicted(self, turns_ER: Tensor) -> Tensor:
+        """Returns what these columns predict for each place, by the regression with it and without it, (2, P, R)."""
+        fitted_PR, size_R = self._fitted(turns_ER)
+        return torch.stack([fitted_PR, self.unseen_PE @ turns_ER]) / size_R
+
+    def _fitted(self, turns_ER: Tensor) -> tuple[Tensor, Tensor]:
+        fitted_PR = (self.x_PI @ (self.w_IE @ turns_ER.float())).double()
+        return fitted_PR, fitted_PR.square().mean(0).sqrt().clamp_min(1e-30)
+
+
+def regress(inputs: Sequence[Tensor], error_PE: Tensor) -> list[Regression]:
+    """Returns the regressions from inputs of each kind, (P, I), to errors, each with the lambda of the best signal."""
+    error_PE = error_PE - error_PE.mean(0)
+    return [max(_with_ridges(x_PI.float() - x_PI.float().mean(0), error_PE), key=_signal) for x_PI in inputs]
+
+
+def _signal(found: Regression) -> float:
+    return found.signal
+
+
+def _with_ridges(x_PI: Tensor, error_PE: Tensor) -> list[Regression]:
+    gram_PP = (x_PI @ x_PI.T).double()
+    mean = float(gram_PP.diagonal().mean())
+    found = []
+    for ridge in RIDGES:
+        added = torch.full((len(gram_PP),), ridge * mean + 1e-12, dtype=gram_PP.dtype)
+        inverse_PP = torch.cholesky_inverse(torch.linalg.cholesky(gram_PP + torch.diag(added)))
+        alpha_PE = inverse_PP @ error_PE
+        unseen_PE = error_PE - alpha_PE / inverse_PP.diagonal().unsqueeze(1)
+        size = torch.linalg.vector_norm(unseen_PE) * torch.linalg.vector_norm(error_PE)
+        signal = float((unseen_PE * error_PE).sum() / size.clamp_min(1e-30))
+        found.append(Regression(x_PI, x_PI.T @ alpha_PE.float(), unseen_PE, signal))
+    return found
+
+
+def common(found: Sequence[Regression], count: int) -> tuple[Tensor, Tensor]:
+    """Returns (B (E, R), singular values as parts of the largest) of the sum of all predictions for unseen places."""
+    sizes = [part.unseen_PE.square().mean().sqrt().clamp_min(1e-30) for part in found]
+    together_PE = sum(part.weight * part.unseen_PE / size for part, size in zip(found, sizes, strict=True))
+    assert isinstance(together_PE, Tensor)
+    _, singular_E, turns_EE = torch.linalg.svd(together_PE, full_matrices=False)
+    weights_R = singular_E[:count] / singular_E[0].clamp_min(1e-30)
+    return turns_EE[:count].T, weights_R
