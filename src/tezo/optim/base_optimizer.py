@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from tezo.directions.targets import Target
-from tezo.optim.estimators.estimate import Closure, StepRecord
+from tezo.optim.closures import Closure
+from tezo.optim.estimators.estimate import StepRecord
 from tezo.system.errors import NonFiniteLossError, RequestError
 
 SOURCES = GIVEN, DEFAULT, RESOLVED = "given", "default", "resolved"

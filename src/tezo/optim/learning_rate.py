@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.forward.perturbed_parameter import evaluation_mode
-from tezo.optim.estimators.estimate import Closure
+from tezo.optim.closures import Closure
 from tezo.optim.measured_scale import MeasuredScale, Progress, untold
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.forward.perturbed_parameter import Shift, evaluation_mode
-from tezo.optim.estimators.estimate import RowsClosure, precise
+from tezo.optim.closures import RowLosses
+from tezo.optim.estimators.estimate import precise
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError
 
@@ -247,7 +248,7 @@ class _Rows:
         return seen[-1].mean()
 
     def _evaluate(self) -> Tensor:
-        if self._optimizer.per_example and isinstance(self._losses, RowsClosure):
+        if self._optimizer.per_example and isinstance(self._losses, RowLosses):
             found: Tensor | float = self._losses.example_losses(1)
         else:
             found = self._losses()

@@ -18,14 +18,13 @@ from tezo.directions.spaces import Direction, FixedFactors, SignedDense
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.forward.perturbed_parameter import evaluation_mode, let_interrupt, uninterrupted
 from tezo.optim.base_optimizer import BaseOptimizer
+from tezo.optim.closures import Closure, Losses, RowOutputs
 from tezo.optim.estimators.estimate import (
     MOST_DIRECTIONS,
     TWO_POINT,
-    Closure,
     Estimate,
     Estimator,
     Probe,
-    RowsClosure,
     StepDraw,
     StepRecord,
     precise,
@@ -247,7 +246,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
 
         Args:
             closure: evaluates the objective on this step's batch. It is called twice for every direction, unless it is
-                a `RowsClosure` and one forward pass for several evaluations is faster.
+                one of `Losses` and one forward pass for several evaluations is faster.
             rule: one of `rules`; None: that of `plan`, or the first one, with random directions.
         """
         if closure is None:
@@ -268,7 +267,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         self._closure = closure
         if not self._calibrated:
             self.set_calibration_passes(lambda _: self._closure())
-        if not self._has_rows and isinstance(closure, RowsClosure):
+        if not self._has_rows and isinstance(closure, RowOutputs):
             self.perturbation.set_rows(self.model, lambda *_: closure)
         self._stepping = True
         try:
@@ -294,7 +293,7 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         def is_far_above(own: float) -> bool:  # never of a reward, which is negated
             return own > 0 and highest - own > max(FAR_ABOVE * own, FAR_AT_LEAST)
 
-        if self._has_warned or not probes or (self.own_loss is None and not isinstance(closure, RowsClosure)):
+        if self._has_warned or not probes or (self.own_loss is None and not isinstance(closure, Losses)):
             return
         highest = max(statistics.fmean(getattr(p, sign) for p in probes) for sign in ("loss_plus", "loss_minus"))
         if self.own_loss is not None and not is_far_above(self.own_loss):
@@ -400,9 +399,9 @@ class ZerothOrderOptimizer(BaseOptimizer, torch.optim.Optimizer):
         """Sets the rows whose outputs a basis is computed from; without them they are those of each step.
 
         Args:
-            rows: function of the refresh step and of the most rows that are wanted; it returns a `RowsClosure` of
-                training rows that tells outputs, such as one of `tezo.closure`. Where its first ones are rows of the
-                step, its `stepped` says how many.
+            rows: function of the refresh step and of the most rows that are wanted; it returns the `RowOutputs` of
+                training rows, such as a closure of `tezo.closure`. Where its first ones are rows of the step, its
+                `stepped` says how many.
         """
         if not takes(rows, 0, 1):
             raise RequestError("set_rows: give a function of a step and of a number of rows that returns a closure.")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowLosses
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example, Row
 from tezo.tasks.generation import Sampling, continuations, texts_of
@@ -115,7 +115,7 @@ class Reward:
         ]
 
 
-class RewardRows(RowsClosure):
+class RewardRows(RowLosses):
     """Minus the mean score of what the model writes to some prompts, as what a step minimises.
 
     Args:

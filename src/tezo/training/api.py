@@ -15,7 +15,7 @@ from torch import nn
 from tezo.models import lora
 from tezo.models.kinds import IN_MEMORY, ModelConfig
 from tezo.models.loading import LoadedModel, dtype_name, from_objects
-from tezo.optim.estimators.estimate import Closure, RowsClosure
+from tezo.optim.closures import Closure, RowLosses
 from tezo.optim.methods import AUTO, HEAD_FEEDBACK
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.files import MANIFEST
@@ -142,7 +142,7 @@ def prepare(
     *,
     steps: int,
     method: str = HEAD_FEEDBACK,
-    held_out: RowsClosure | None = None,
+    held_out: RowLosses | None = None,
     seed: int = 0,
     **options: Any,
 ) -> ZerothOrderOptimizer:
@@ -169,7 +169,7 @@ def prepare(
     steps, seed = (coerce(name, value, int) for name, value in (("steps", steps), ("seed", seed)))
     if steps < 1:
         raise RequestError(f"steps is {steps}; it must be at least 1.")
-    if held_out is not None and not isinstance(held_out, RowsClosure):
+    if held_out is not None and not isinstance(held_out, RowLosses):
         raise RequestError("held_out must tell the loss of each row; give tezo.closure(model, batch).")
     if not takes(closures, 0):
         raise RequestError("closures: give a function of a step, lambda step: tezo.closure(model, batches[step]).")

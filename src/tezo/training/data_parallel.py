@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tezo.forward.blocks import NotInBlocksError
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowLosses
 from tezo.optim.methods import method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import RequestError
@@ -18,7 +18,7 @@ from tezo.training.recipe import LOSS
 
 
 @dataclass(frozen=True)
-class SharedRows(RowsClosure):
+class SharedRows(RowLosses):
     """The loss on the rows of all ranks: sums and counts are added in float64 before anything is subtracted.
 
     Attributes:

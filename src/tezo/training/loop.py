@@ -12,7 +12,8 @@ from torch import Tensor
 from tezo.models.kinds import IN_MEMORY
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import Tuning, save_result
-from tezo.optim.estimators.estimate import FEEDBACK, Closure
+from tezo.optim.closures import Closure
+from tezo.optim.estimators.estimate import FEEDBACK
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory

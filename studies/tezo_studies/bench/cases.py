@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tezo.directions.targets import select_targets
-from tezo.optim.estimators.estimate import Closure
+from tezo.optim.closures import Closure
 from tezo.optim.methods import METHODS, method
 from tezo.system.errors import RequestError
 from tezo_studies.bench.published import PUBLISHED

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.models.loading import choose_device
-from tezo.optim.estimators.estimate import Closure
+from tezo.optim.closures import Closure
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective

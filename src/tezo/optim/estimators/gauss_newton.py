@@ -51,17 +51,8 @@ from tezo.directions.outputs import Outputs, change
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, evaluation_mode, let_interrupt
-from tezo.optim.estimators.estimate import (
-    GAUSS_NEWTON,
-    NO_OUTPUTS,
-    Closure,
-    Estimate,
-    ParameterEstimate,
-    Probe,
-    RowsClosure,
-    StepDraw,
-    average,
-)
+from tezo.optim.closures import NO_OUTPUTS, Closure, RowOutputs
+from tezo.optim.estimators.estimate import GAUSS_NEWTON, Estimate, ParameterEstimate, Probe, StepDraw, average
 from tezo.optim.estimators.two_point import TwoPoint
 from tezo.system.errors import RequestError
 from tezo.system.progress import BETWEEN, current
@@ -104,7 +95,7 @@ class GaussNewton(TwoPoint):
         super().prepare(model, moving, seed)
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
-        if not isinstance(closure, RowsClosure):
+        if not isinstance(closure, RowOutputs):
             raise RequestError(NO_OUTPUTS)
         count = len(next(iter(draw.directions.values())))
         try:
@@ -121,7 +112,7 @@ class GaussNewton(TwoPoint):
         probes = tuple(Probe(plus, loss, -count * a) for plus, a in zip(losses, a_K, strict=True))
         return average(loss, self._checked(probes), 1 + count + len(self.tried), draw)
 
-    def _slopes(self, closure: RowsClosure, own: Outputs, draw: StepDraw, count: int) -> tuple[Tensor, list[float]]:
+    def _slopes(self, closure: RowOutputs, own: Outputs, draw: StepDraw, count: int) -> tuple[Tensor, list[float]]:
         """Returns (F of all directions (T, C, K), the losses there); each rank evaluates its part of the directions."""
         found: list[float] = []
         rank, size = self._processes.rank, self._processes.size
@@ -138,7 +129,7 @@ class GaussNewton(TwoPoint):
         table_KX = torch.stack([values.view(math.ceil(count / size), -1) for values in ranks], 1).flatten(0, 1)[:count]
         return table_KX[:, 1:].T.reshape(*own.scores_TC.shape, count), table_KX[:, 0].tolist()
 
-    def _trusted(self, model: "LinearModel", closure: RowsClosure, draw: StepDraw) -> list[float]:
+    def _trusted(self, model: "LinearModel", closure: RowOutputs, draw: StepDraw) -> list[float]:
         """Returns the coefficients after which the loss of other rows should be lowest."""
         step = model.best()
         lowest, chosen, taken = model.loss, [0.0] * model.count, 0.0
@@ -163,7 +154,7 @@ class GaussNewton(TwoPoint):
                                "real": tried[0][1], "taken": taken}}  # fmt: skip
         return self._processes.first(chosen)
 
-    def _shortened(self, a_K: list[float], held_out: RowsClosure, draw: StepDraw) -> list[float]:
+    def _shortened(self, a_K: list[float], held_out: RowOutputs, draw: StepDraw) -> list[float]:
         """Returns the part of a step after which the loss of held-out rows should be lowest."""
         with current().phase(BETWEEN):
             self._set_perturbations(draw.directions, [])

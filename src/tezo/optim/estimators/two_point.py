@@ -11,13 +11,12 @@ from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.spaces import Direction
 from tezo.forward.blocks import NotInBlocksError
 from tezo.forward.perturbed_parameter import PerturbedParameter, Shift, evaluation_mode, let_interrupt
+from tezo.optim.closures import Closure, Losses
 from tezo.optim.estimators.estimate import (
     TWO_POINT,
-    Closure,
     Estimate,
     Estimator,
     Probe,
-    RowsClosure,
     StepDraw,
     StepRecord,
     average,
@@ -102,9 +101,8 @@ class TwoPoint(Estimator):
         """Returns the loss at W + scale * Z_i for each of the points (i, scale)."""
 
         def evaluate(copies: int) -> list[float]:
-            if copies == 1:
+            if not isinstance(closure, Losses):
                 return [mean_loss(closure)]
-            assert isinstance(closure, RowsClosure)
             found: list[float] = precise(closure.losses(copies)).tolist()
             return found
 
@@ -187,7 +185,7 @@ def copies_of_a_pass(closure: Closure, points: int, *, dense: bool) -> int:
         points: number of models.
         dense: whether sharing a pass saves draws of dense noise.
     """
-    if not isinstance(closure, RowsClosure):
+    if not isinstance(closure, Losses):
         return 1
     if closure.most_copies is not None:
         return max(1, min(points, closure.most_copies))

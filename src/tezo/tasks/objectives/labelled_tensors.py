@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from tezo.directions.outputs import Outputs, Places, of_tokens
 from tezo.models.kinds import choose_kind
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowLosses, RowOutputs
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.objective import whole_rows
 from tezo.tasks.objectives.readers import base_of, logits_at
@@ -18,7 +18,7 @@ NOT_COUNTED = -100
 """The label of tokens without a loss, transformers' own."""
 
 
-class LabelledTensors(RowsClosure):
+class LabelledTensors(RowLosses, RowOutputs):
     """The closure for `optimizer.step` of a language model on a batch with labels.
 
     `optimizer.step(tezo.closure(model, batch))` is `optimizer.step(lambda: model(**batch).loss)`, up to rounding, in

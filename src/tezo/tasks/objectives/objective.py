@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tezo.directions.outputs import Outputs, Places, joined
 from tezo.models.loading import num_embeddings
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowLosses, RowOutputs
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.batch import Batch, TokenTree, padded, plain_tree
@@ -302,7 +302,7 @@ class Objective(ABC):
     ) -> "BatchClosure":
         """Returns the loss on the parts of a batch as a closure, for one model or for several copies at once.
 
-        `stepped`, `held_out`: see `RowsClosure`.
+        `stepped`, `held_out`: see `RowOutputs`.
         """
         return BatchClosure(self, model, tuple(batches), stepped, held_out)
 
@@ -382,7 +382,7 @@ class Objective(ABC):
 
 
 @dataclass(frozen=True)
-class BatchClosure(RowsClosure):
+class BatchClosure(RowLosses, RowOutputs):
     """The loss of a model on the parts of a batch, with the parameters at the time of the call.
 
     Hooks may perturb each copy differently, and in `example_totals` each example of each copy: the rows of a copy are
