@@ -61,8 +61,7 @@ def test_the_mean_loss_of_the_outputs_is_the_objective(closures, kind):
 def test_every_place_of_the_outputs_is_found_once_in_the_passes(closures, kind):
     places = closures[kind].places()
     calls = []
-    model = closures[kind].model if hasattr(closures[kind], "model") else closures[kind]._model
-    handle = model.register_forward_pre_hook(
+    handle = closures[kind].model.register_forward_pre_hook(
         lambda _, __, kwargs: calls.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     own = closures[kind].outputs()
