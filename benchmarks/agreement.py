@@ -53,7 +53,7 @@ def agreement(task: str, folder: str, rows: int) -> dict[str, Any]:
     sums = {t.name: torch.zeros(t.shape[0], turns[t.name].shape[1]) for t in targets}
     squares = {t.name: torch.zeros(turns[t.name].shape[1]) for t in targets}
     for i in range(rows):
-        loss = job.objective.loss(job.model, *job.batches([i]))
+        loss = job.objective.closure(job.model, job.batches([i]))()
         grads = torch.autograd.grad(loss, [target.parameter for target in targets])
         for target, grad in zip(targets, grads, strict=True):
             turned = grad @ turns[target.name]
@@ -73,7 +73,7 @@ def eigenvectors(job: Any, targets: list[Target]) -> dict[str, Tensor]:
     sizes = {target.name: target.shape[1] for target in targets}
     finders = {n: RangeFinder(size, size, torch.device("cpu"), torch.float32, n) for n, size in sizes.items()}
     with torch.no_grad(), recording(job.model, targets, finders):
-        job.objective.losses(job.model, job.batches(range(len(job.train))), 1)
+        job.objective.closure(job.model, job.batches(range(len(job.train)))).losses(1)
     return {n: finder.leading(EDGES[-1]).float() for n, finder in finders.items()}
 
 

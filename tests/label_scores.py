@@ -4,14 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from tezo.directions.outputs import Outputs, Places
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowOutputs
 
 
 def noise(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-class Scores(RowsClosure):
+class Scores(RowOutputs):
     """Rows of inputs whose scores are those of a module, (rows, classes)."""
 
     def __init__(self, model: nn.Module, x_NI: Tensor, labels_N: Tensor, held_out: "Scores | None" = None) -> None:
@@ -23,10 +23,6 @@ class Scores(RowsClosure):
 
     @property
     def tokens(self) -> int:
-        return len(self.x_NI)
-
-    @property
-    def examples(self) -> int:
         return len(self.x_NI)
 
     def outputs(self, like: Outputs | None = None) -> Outputs:
@@ -41,12 +37,6 @@ class Scores(RowsClosure):
     def losses(self, copies: int) -> Tensor:
         assert copies == 1
         return self.outputs().losses().mean().view(1)
-
-    def example_passes(self):
-        raise NotImplementedError
-
-    def example_losses(self, copies: int):
-        raise NotImplementedError
 
 
 def rows(count: int, inputs: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import torch
 from folders import completion_rows, label_rows, tiny_model, tokenizer_for
+from torch import Tensor
 
 from tezo.models.loading import LoadedModel
 from tezo.tasks.examples import Example
@@ -47,3 +48,13 @@ def case(family: str):
         examples = [Example(e.prompt, e.answer, e.options, e.label, e.where) for e in examples]
     kind = {"roberta": "masked", "bert": "encoder"}.get(family, "causal")
     return model, objective_for(LoadedModel(model, tokenizer, kind), examples[0].options), examples
+
+
+def scores_of(model, objective, encoded) -> Tensor:
+    """The scores of the options of these examples, in one batch: (examples, options)."""
+    return objective.evaluator.option_scores(model, objective.collate(encoded))[0]
+
+
+def loss_of(model, objective, encoded) -> Tensor:
+    """The mean loss of these examples, in one batch."""
+    return objective.closure(model, [objective.collate(encoded)])()

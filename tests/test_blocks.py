@@ -10,7 +10,6 @@ from cases import CASES, INTERVAL, Case, choose, effective_weights, every_method
 from tiny import (
     VOCAB,
     Regression,
-    WholeLosses,
     lm_loss,
     tiny_gpt2,
     tiny_llama,
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from tezo.directions import random
 from tezo.forward.blocks import Blocks, NotInBlocksError
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import Losses
 from tezo.optim.estimators.two_point import copies_of_a_pass
 
 STEPS = INTERVAL + 2  # past a refresh
@@ -31,7 +30,7 @@ FAMILIES = {"opt": tiny_opt, "llama": tiny_llama, "gpt2": tiny_gpt2, "roberta": 
 
 
 @dataclass
-class Repeated(WholeLosses):
+class Repeated(Losses):
     """The loss of a language model on ids, for as many models as share a pass."""
 
     model: nn.Module
@@ -198,7 +197,7 @@ def test_what_modules_see_beside_rows_is_never_cut_into_blocks(case, make, targe
 )
 def test_how_many_models_share_a_pass(tokens, directions, dense, copies):
     closure = Repeated(nn.Identity(), torch.zeros(1), [], tokens)
-    assert isinstance(closure, RowsClosure)
+    assert isinstance(closure, Losses)
     assert copies_of_a_pass(closure, 2 * directions, dense=dense) == copies
     assert copies_of_a_pass(lambda: 0.0, 2 * directions, dense=dense) == 1
 
@@ -253,7 +252,7 @@ def test_each_model_of_a_pass_draws_dense_noise_once_for_both_signs():
         calls.append(role)
         return draw(*args, role=role, **key)
 
-    class Closure(WholeLosses):
+    class Closure(Losses):
         tokens = 64
 
         def __call__(self) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from folders import CAUSAL, bpe_tokenizer, is_closing, qwen_tokenizer, tiny_model, tokenizer_for, words_tokenizer
-from questions import CPU, slotted
+from questions import CPU, loss_of, slotted
 from tokenizers import processors
 from transformers import OPTConfig, OPTForCausalLM
 
@@ -107,7 +107,7 @@ def test_the_longest_input_that_is_let_through_can_be_run(family):
     one = objective.encode(slotted(text + "It was {mask}") if masked else plain)
     assert objective.cuts.rows == 1
     assert one.length >= 150
-    assert bool(torch.isfinite(objective.loss(model, objective.collate([one]))))
+    assert bool(torch.isfinite(loss_of(model, objective, [one])))
 
 
 def test_the_length_that_is_asked_for_is_the_length_that_is_used():

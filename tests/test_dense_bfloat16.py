@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tiny import WholeLosses
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tezo.directions.spaces import Dense
 from tezo.methods.mezo import mezo
+from tezo.optim.closures import Losses
 
 RHO = 1e-3
 FEW, MANY = 12, 100
@@ -53,15 +53,14 @@ class Evaluated(NamedTuple):
     bias: Tensor
 
 
-class Recorded(WholeLosses):
+class Recorded(Losses):
     """A closure that keeps the outputs of the model, for one sign or for both in one pass."""
+
+    tokens = 1
 
     def __init__(self, model: nn.Module, x_TN: Tensor, *, shared: bool) -> None:
         self.model, self.x_TN, self.outputs = model, x_TN, []
         self.tokens = 1 if shared else 1 << 20
-
-    def __call__(self) -> Tensor:
-        return self.losses(1)[0]
 
     def losses(self, copies: int) -> Tensor:
         self.outputs += self.model(self.x_TN.repeat(copies, 1)).chunk(copies)

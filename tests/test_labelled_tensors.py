@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import tezo
 from tezo.methods import METHODS
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowLosses
 from tezo.system.errors import RequestError
 
 FAMILIES = {"opt": tiny_opt, "llama": tiny_llama, "gpt2": tiny_gpt2, "roberta": tiny_roberta, "moe": tiny_moe}
@@ -29,7 +29,7 @@ def batch(rows: int = 4, length: int = 9, seed: int = 0) -> dict[str, Tensor]:
 def test_it_is_the_loss_of_transformers(family):
     model = FAMILIES[family]().eval()
     made = tezo.closure(model, batch())
-    assert isinstance(made, RowsClosure)
+    assert isinstance(made, RowLosses)
     with torch.no_grad():
         stock = model(**batch()).loss
         torch.testing.assert_close(made().to(stock.dtype), stock, rtol=1e-6, atol=1e-6)

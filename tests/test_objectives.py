@@ -7,14 +7,14 @@ import peft
 import pytest
 import torch
 from folders import CAUSAL, label_rows, tiny_model, tokenizer_for, words_tokenizer
-from questions import CPU, OPTIONS, case, free_text, labelled, masked_examples, masked_texts
+from questions import CPU, OPTIONS, case, free_text, labelled, loss_of, masked_examples, masked_texts, scores_of
 from torch.nn import functional
 
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.encoder import SCALE, EncoderObjective
+from tezo.tasks.objectives.evaluators import logits_at
 from tezo.tasks.objectives.masked import MaskedObjective
-from tezo.tasks.objectives.readers import logits_at
 
 HEADED = (*CAUSAL, "roberta", "xlm-roberta")
 
@@ -92,11 +92,11 @@ def test_an_options_score_is_the_mean_log_probability_of_its_tokens(family):
     objective = CausalObjective(tokenizer, CPU, 150, OPTIONS)
     examples = labelled()
     batch = objective.collate([objective.encode(example) for example in examples])
-    scores = objective.scores(model, batch)
+    scores = objective.evaluator.option_scores(model, batch)[0]
     expected = [[plain_score(model, tokenizer, e.prompt, option) for option in OPTIONS] for e in examples]
     close(scores.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-5)
     loss = functional.cross_entropy(torch.tensor(expected), torch.tensor([e.label for e in examples]))
-    close(objective.loss(model, batch), loss, atol=1e-5)
+    close(objective.closure(model, [batch])(), loss, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -113,11 +113,11 @@ def test_the_loss_of_free_text_is_the_models_own_with_the_prompt_masked(family):
         labels = ids.clone()
         labels[:, : ids.shape[1] - one.answers[0]] = -100
         own = float(model(input_ids=ids, labels=labels).loss)
-        assert float(objective.loss(model, objective.collate([one]))) == pytest.approx(own, abs=1e-5)
+        assert float(loss_of(model, objective, [one])) == pytest.approx(own, abs=1e-5)
         total, tokens = total + own * one.answers[0], tokens + one.answers[0]
     assert len({one.answers[0] for one in encoded}) > 1
     for parts in ([objective.collate(encoded)], objective.batches(encoded), [objective.collate([e]) for e in encoded]):
-        assert float(objective.loss(model, *parts)) == pytest.approx(total / tokens, abs=1e-5)
+        assert float(objective.closure(model, parts)()) == pytest.approx(total / tokens, abs=1e-5)
 
 
 def test_an_answer_does_not_vanish_in_a_prompt_that_ends_in_an_unknown_word():
@@ -144,9 +144,9 @@ def test_a_masked_models_scores_are_the_logits_of_the_words_at_the_mask():
         ids = tokenizer(text.replace("{mask}", "<mask>"), return_tensors="pt")["input_ids"]
         at = int((ids[0] == tokenizer.mask_token_id).nonzero())
         expected.append(model(input_ids=ids).logits[0, at, words])
-    close(objective.scores(model, batch), torch.stack(expected), atol=1e-5)
+    close(objective.evaluator.option_scores(model, batch)[0], torch.stack(expected), atol=1e-5)
     loss = functional.cross_entropy(torch.stack(expected), torch.tensor([e.label for e in examples]))
-    close(objective.loss(model, batch), loss, atol=1e-5)
+    close(objective.closure(model, [batch])(), loss, atol=1e-5)
 
 
 @torch.no_grad()
@@ -165,11 +165,11 @@ def test_an_encoders_scores_are_scaled_cosines_of_mean_states():
         return float(a @ b / math.sqrt(float(a @ a) * float(b @ b)))
 
     expected = torch.tensor([[SCALE * cosine(mean_state(e.prompt), mean_state(o)) for o in options] for e in examples])
-    close(objective.scores(model, batch), expected, atol=1e-4)
-    close(objective.loss(model, batch), functional.cross_entropy(expected, batch.labels_B), atol=1e-4)
+    close(objective.evaluator.option_scores(model, batch)[0], expected, atol=1e-4)
+    close(objective.closure(model, [batch])(), functional.cross_entropy(expected, batch.labels_B), atol=1e-4)
     model.embeddings.word_embeddings.weight.mul_(0.5)  # descriptions are encoded by the model as it now is
     fresh = EncoderObjective(tokenizer, CPU, 100, options)
-    close(objective.loss(model, batch), fresh.loss(model, batch), atol=0)
+    close(objective.closure(model, [batch])(), fresh.closure(model, [batch])(), atol=0)
 
 
 @pytest.mark.parametrize("family", [*CAUSAL, "roberta", "bert"])
@@ -178,16 +178,16 @@ def test_a_row_scores_the_same_in_whatever_company(family):
     model, objective, examples = case(family)
     encoded = [objective.encode(example) for example in examples]
     assert len({one.length for one in encoded}) > 1, "no row is padded"
-    together = objective.scores(model, objective.collate(encoded))
-    alone = torch.cat([objective.scores(model, objective.collate([one])) for one in encoded])
-    backwards = objective.scores(model, objective.collate(encoded[::-1])).flip(0)
+    together = scores_of(model, objective, encoded)
+    alone = torch.cat([scores_of(model, objective, [one]) for one in encoded])
+    backwards = scores_of(model, objective, encoded[::-1]).flip(0)
     close(together, alone, atol=1e-5)
     close(together, backwards, atol=1e-5)
     assert together.shape == (len(examples), len(examples[0].options))
-    losses = [float(objective.loss(model, objective.collate([one]))) for one in encoded]
+    losses = [float(loss_of(model, objective, [one])) for one in encoded]
     mean = pytest.approx(sum(losses) / len(losses), abs=1e-5)
     for parts in ([objective.collate(encoded)], objective.batches(encoded), [objective.collate([e]) for e in encoded]):
-        assert float(objective.loss(model, *parts)) == mean
+        assert float(objective.closure(model, parts)()) == mean
 
 
 @pytest.mark.parametrize("family", [*CAUSAL, "roberta", "bert"])
@@ -195,8 +195,8 @@ def test_a_row_scores_the_same_in_whatever_company(family):
 def test_the_loss_is_float32_for_a_half_precision_model_and_close_to_the_full_one(family):
     model, objective, examples = case(family)
     batch = objective.collate([objective.encode(example) for example in examples])
-    expected = objective.loss(model, batch)
+    expected = objective.closure(model, [batch])()
     for dtype in (torch.bfloat16, torch.float64):
-        loss = objective.loss(copy.deepcopy(model).to(dtype), batch)
+        loss = objective.closure(copy.deepcopy(model).to(dtype), [batch])()
         assert loss.dtype == (torch.float32 if dtype == torch.bfloat16 else torch.float64)
         assert float(loss) == pytest.approx(float(expected), rel=5e-2)

@@ -67,9 +67,9 @@ def test_each_copy_has_the_loss_of_a_pass_of_its_own(family, shape):
     alone = []
     for constant in constants:
         with shifted(model, [constant]):
-            alone.append(objective.loss(model, *parts))
+            alone.append(objective.closure(model, parts)())
     with shifted(model, constants):
-        together = objective.losses(model, parts, 3)
+        together = objective.closure(model, parts).losses(3)
     assert together.shape == (3,)
     assert len({round(float(loss), 4) for loss in alone}) == 3, "the constants change nothing"
     torch.testing.assert_close(together, torch.stack(alone), rtol=1e-9, atol=0)
@@ -79,9 +79,9 @@ def test_each_copy_has_the_loss_of_a_pass_of_its_own(family, shape):
 @torch.no_grad()
 def test_copies_of_one_model_have_its_loss(family, shape):
     model, objective, parts = objective_case(family, shape)
-    loss = objective.loss(model, *parts)
+    loss = objective.closure(model, parts)()
     assert loss.shape == ()
-    torch.testing.assert_close(objective.losses(model, parts, 3), loss.expand(3), rtol=1e-9, atol=0)
+    torch.testing.assert_close(objective.closure(model, parts).losses(3), loss.expand(3), rtol=1e-9, atol=0)
     assert not any(module._forward_pre_hooks for module in model.modules()), "something stays behind on the model"
 
 
@@ -90,8 +90,8 @@ def test_copies_of_one_model_have_its_loss(family, shape):
 def test_a_closure_is_the_loss_and_knows_its_widest_pass(family, shape):
     model, objective, parts = objective_case(family, shape)
     closure = objective.closure(model, parts)
-    assert torch.equal(closure(), objective.loss(model, *parts))
-    assert torch.equal(closure.losses(2), objective.losses(model, parts, 2))
+    assert torch.equal(closure(), objective.closure(model, parts)())
+    assert torch.equal(closure.losses(2), objective.closure(model, parts).losses(2))
     seen = []
     model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"].numel()), with_kwargs=True)
     closure()
@@ -108,6 +108,6 @@ def test_a_closure_is_the_loss_and_knows_its_widest_pass(family, shape):
 @torch.no_grad()
 def test_what_the_losses_are_of_is_what_is_scored():
     model, objective, parts = objective_case("bert", "plain")
-    scores = objective.scores(model, parts[0], 2)
-    assert scores.shape == (6, len(OPTIONS))
-    torch.testing.assert_close(scores[:3], objective.scores(model, parts[0]), rtol=1e-9, atol=0)
+    scores = objective.evaluator.option_scores(model, parts[0], 2)
+    assert scores.shape == (2, 3, len(OPTIONS))
+    torch.testing.assert_close(scores[:1], objective.evaluator.option_scores(model, parts[0]), rtol=1e-9, atol=0)

@@ -11,14 +11,14 @@ from torch.nn import functional
 
 import tezo
 from tezo.directions.outputs import Outputs, errors, fitted_bias, joined, of_tokens
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowOutputs
 from tezo.training.config import parse_config
 from tezo.training.job import prepare
 
 
-def objective_closures(tmp_path) -> dict[str, RowsClosure]:
+def objective_closures(tmp_path) -> dict[str, RowOutputs]:
     """A closure of a run for each kind of objective, and tensors with labels."""
-    found: dict[str, RowsClosure] = {}
+    found: dict[str, RowOutputs] = {}
     write_rows(tmp_path / "labels.jsonl", label_rows(12))
     write_rows(tmp_path / "texts.jsonl", completion_rows(12))
     for name, family, file in (("options", "opt", "labels"), ("text", "opt", "texts"), ("masked", "roberta", "labels"),
@@ -61,8 +61,7 @@ def test_the_mean_loss_of_the_outputs_is_the_objective(closures, kind):
 def test_every_place_of_the_outputs_is_found_once_in_the_passes(closures, kind):
     places = closures[kind].places()
     calls = []
-    model = closures[kind].model if hasattr(closures[kind], "model") else closures[kind]._model
-    handle = model.register_forward_pre_hook(
+    handle = closures[kind].model.register_forward_pre_hook(
         lambda _, __, kwargs: calls.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     own = closures[kind].outputs()

@@ -4,14 +4,15 @@ import pytest
 import torch
 import transformers
 from folders import GOOD, PLAIN, POSITIONS, label_rows, tiny_model, tokenizer_for, words_tokenizer
+from questions import loss_of, scores_of
 from torch import nn
 
 from tezo.tasks.evaluation import evaluate, predict
 from tezo.tasks.examples import Example
 from tezo.tasks.notices import token_notices
-from tezo.tasks.objectives.batch import MOST_TOKENS, packed_tree, takes_packed, tree_mask
+from tezo.tasks.objectives.batch import MOST_TOKENS, like_lengths, packed_tree, tree_mask
 from tezo.tasks.objectives.causal import CausalObjective
-from tezo.tasks.objectives.objective import like_lengths
+from tezo.tasks.objectives.packing import takes_packed
 
 CPU = torch.device("cpu")
 TREES = ("opt", "llama", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "neox", "phi")
@@ -80,13 +81,13 @@ def test_packed_scores_and_losses_are_those_of_plain_rows(family, options, atten
     assert packing.packs
     for some in (encoded, encoded[:1]):
         batch = packing.collate(some)
-        assert len(batch.input_ids_RL) == len(some)
-        same(packing.scores(model, batch), plain.scores(model, plain.collate(some)))
+        assert len(batch.passes[0].example_R) == len(some)
+        same(packing.evaluator.option_scores(model, batch)[0], scores_of(model, plain, some))
     assert len({len(packing.trees([one])[0][0].tokens) for one in encoded}) > 1, "no row is padded"
-    expected = plain.loss(model, plain.collate(encoded))
-    same(packing.loss(model, packing.collate(encoded)), expected)
-    same(packing.loss(model, *packing.batches(encoded)), expected)
-    same(packing.losses(model, packing.batches(encoded), 3), expected.expand(3))
+    expected = loss_of(model, plain, encoded)
+    same(loss_of(model, packing, encoded), expected)
+    same(packing.closure(model, packing.batches(encoded))(), expected)
+    same(packing.closure(model, packing.batches(encoded)).losses(3), expected.expand(3))
 
 
 @pytest.mark.parametrize("family", ["bloom", "mamba", "falcon"])
@@ -95,8 +96,8 @@ def test_a_model_that_does_not_take_such_a_mask_keeps_plain_rows(family):
     model, packing, plain, encoded = pair(family, SETS["unequal"])
     assert packing.packs is False
     batch, expected = packing.collate(encoded), plain.collate(encoded)
-    assert torch.equal(batch.input_ids_RL, expected.input_ids_RL)
-    assert torch.equal(packing.scores(model, batch), plain.scores(model, expected))
+    assert torch.equal(batch.passes[0].inputs["input_ids"], expected.passes[0].inputs["input_ids"])
+    assert torch.equal(scores_of(model, packing, encoded), scores_of(model, plain, encoded))
 
 
 @pytest.mark.thinned
@@ -142,17 +143,17 @@ def test_rows_longer_than_a_sliding_window_stay_plain():
     assert {len(packing.trees([one])[0]) == 4 for one in encoded} == {False, True}
     assert all(len(row.tokens) <= 14 or len(own) == 4 for one in encoded for own in packing.trees([one]) for row in own)
     assert max(one.length for one in encoded) > 14
-    same(packing.scores(model, packing.collate(encoded)), plain.scores(model, plain.collate(encoded)))
+    same(scores_of(model, packing, encoded), scores_of(model, plain, encoded))
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
 @torch.no_grad()
 def test_company_does_not_change_packed_scores(family):
     model, packing, _, encoded = pair(family, SETS["shared beginning"])
-    together = packing.scores(model, packing.collate(encoded))
-    alone = torch.cat([packing.scores(model, packing.collate([one])) for one in encoded])
+    together = scores_of(model, packing, encoded)
+    alone = torch.cat([scores_of(model, packing, [one]) for one in encoded])
     same(together, alone)
-    same(packing.scores(model, packing.collate(encoded[::-1])).flip(0), together)
+    same(scores_of(model, packing, encoded[::-1]).flip(0), together)
 
 
 @pytest.mark.parametrize("options", SETS.values(), ids=SETS)
@@ -163,10 +164,10 @@ def test_the_model_sees_the_prompt_once_and_no_last_token(options):
     model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"].numel()), with_kwargs=True)
     for one in encoded:
         seen.clear()
-        packing.scores(model, packing.collate([one]))
+        scores_of(model, packing, [one])
         assert seen == [len({s[:stop] for s in one.sequences for stop in range(1, len(s))})]
         seen.clear()
-        plain.scores(model, plain.collate([one]))
+        scores_of(model, plain, [one])
         assert seen == [len(one.sequences) * one.length]
     assert packing.closure(model, packing.batches(encoded)).tokens < plain.closure(model, plain.batches(encoded)).tokens
 
@@ -176,8 +177,9 @@ def test_parts_of_like_length_are_cut_by_the_rows_that_are_run():
     model, packing, _, encoded = pair("opt", SETS["unequal"])
     del model
     for batch in packing.batches(encoded * 4):
-        lengths = (batch.ends_RL > 0).sum(1)
-        assert batch.input_ids_RL.shape == (batch.shape_BO[0], lengths.max())
+        (rows,) = batch.passes
+        lengths = (rows.ends_RL > 0).sum(1)
+        assert rows.inputs["input_ids"].shape == (batch.shape_BO[0], lengths.max())
     costs = like_lengths([len(own[0].tokens) for own in packing.trees(encoded * 40)], [1] * (40 * len(encoded)), CPU)
     assert [batch.shape_BO[0] for batch in packing.batches(encoded * 40)] == [len(part) for part in costs]
 
@@ -202,7 +204,7 @@ def test_evaluation_and_prediction_pack_of_themselves():
     tokenizer = words_tokenizer()
     objective = CausalObjective(tokenizer, CPU, 150, SETS["unequal"])
     assert objective.packs is None
-    scores = plain.scores(model, plain.collate(encoded))
+    scores = scores_of(model, plain, encoded)
     assert predict(model, objective, encoded, 3, 1) == [
         e.example.name_of(i) for e, i in zip(encoded, scores.argmax(1).tolist(), strict=True)
     ]
@@ -230,17 +232,17 @@ def test_hundreds_of_options_are_scored_in_passes_of_bounded_size(family):
     seen = []
     model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"].shape), with_kwargs=True)
     batch = packing.collate(encoded[:2])
-    scores = packing.scores(model, batch, 2)
+    scores = packing.evaluator.option_scores(model, batch, 2)
     assert packing.packs == (family == "opt")
     assert len(seen) > 1 or packing.packs
     assert any("times, once for each option" in notice for notice in token_notices(packing)) != packing.packs
     assert all(rows * length <= 2 * MOST_TOKENS for rows, length in seen)
     assert all(length <= POSITIONS for _, length in seen)
-    expected = [plain.scores(model, plain.collate([e])) for e in encoded[:2]]
-    same(scores, torch.cat(expected * 2))
+    expected = [scores_of(model, plain, [e]) for e in encoded[:2]]
+    same(scores.flatten(0, 1), torch.cat(expected * 2))
     whole = sum(len(s) for e in encoded[:2] for s in e.sequences)
     prefixes = {s[:stop] for e in encoded[:2] for s in e.sequences for stop in range(1, len(s))}
     if packing.packs:
-        assert len(prefixes) <= batch.input_ids_RL.numel() <= 2 * len(prefixes) < whole / 10
-    losses = packing.losses(model, packing.batches(encoded[:2]), 3)
-    same(losses, plain.loss(model, plain.collate(encoded[:2])).expand(3))
+        assert len(prefixes) <= sum(rows.tokens for rows in batch.passes) <= 2 * len(prefixes) < whole / 10
+    losses = packing.closure(model, packing.batches(encoded[:2])).losses(3)
+    same(losses, loss_of(model, plain, encoded[:2]).expand(3))

@@ -134,7 +134,7 @@ def test_each_example_of_a_run_is_measured_along_its_own_direction(family, shape
 
     expected = literal_kappas(plain, draw, losses_of, len(examples))
     assert optimizer.last_step.projected_grads == pytest.approx(expected, rel=1e-4, abs=1e-7)
-    whole = objective.losses(plain, objective.batches(examples), 1)[0].detach()
+    whole = objective.closure(plain, objective.batches(examples)).losses(1)[0].detach()
     assert optimizer.last_step.loss == pytest.approx(float(whole), rel=1e-4)  # up to terms in rho^2
 
 

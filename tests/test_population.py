@@ -20,7 +20,7 @@ from tezo.forward.beside_weight import keeping_points
 from tezo.forward.blocks import block_points
 from tezo.forward.perturbed_parameter import Shift
 from tezo.methods.es import es
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowLosses
 from tezo.optim.estimators.population import kappas_of
 from tezo.runs.reader import read_run
 from tezo.runs.text_logs import line_of
@@ -46,7 +46,7 @@ def literal(losses: list[list[float]]) -> list[float]:
     return [RHO * value / sigma for value in above]
 
 
-def losses_at(optimizer, rows: RowsClosure, *distances: float) -> list[list[float]]:
+def losses_at(optimizer, rows: RowLosses, *distances: float) -> list[list[float]]:
     """The losses of the rows at each distance along each direction of the next step, one member after another."""
     optimizer.refresh()
     draw, found = optimizer.draw(), []
@@ -113,12 +113,12 @@ def test_a_pair_has_half_the_difference_of_its_kappas():
     assert found == pytest.approx(means)
 
 
-class OnAPlateau(RowsClosure):
+class OnAPlateau(RowLosses):
     """The losses of some rows, all of them 0 while the plateau lasts; `measured` has those of each member."""
 
     examples = tokens = 4
 
-    def __init__(self, rows: RowsClosure) -> None:
+    def __init__(self, rows: RowLosses) -> None:
         self.rows, self.measured, self.lasts = rows, [], True
 
     def example_passes(self):

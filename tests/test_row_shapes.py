@@ -255,7 +255,7 @@ def test_the_loss_of_a_text_is_the_mean_over_all_tokens_after_the_first(family):
         sums += model(input_ids=ids, labels=ids).loss.item() * own.answers[0]
         counts += own.answers[0]
     with torch.no_grad():
-        assert float(objective.loss(model, objective.collate(encoded))) == pytest.approx(sums / counts, rel=1e-5)
+        assert float(objective.closure(model, [objective.collate(encoded)])()) == pytest.approx(sums / counts, rel=1e-5)
     assert evaluate(model, objective, encoded, 2)[0]["loss"] == pytest.approx(sums / counts, rel=1e-5)
 
 

@@ -32,8 +32,7 @@ from tezo.tasks.evaluation import predict
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.encoder import mean_over_tokens, mean_pooled
-from tezo.tasks.objectives.objective import whole_rows
-from tezo.tasks.objectives.readers import logits_and_hidden_at, logits_at
+from tezo.tasks.objectives.evaluators import logits_and_hidden_at, logits_at, whole_rows
 from tezo.training.config import parse_config
 from tezo.training.loop import train as training
 

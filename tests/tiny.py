@@ -7,8 +7,6 @@ import torch.nn.functional as F  # noqa: N812
 import transformers
 from torch import Tensor, nn
 
-from tezo.optim.estimators.estimate import RowsClosure
-
 VOCAB = 96
 POSITIONS = 24
 
@@ -165,16 +163,3 @@ def sines(a_IR: Tensor, b_IR: Tensor) -> Tensor:
     a, b = (torch.linalg.qr(x.double())[0] for x in (a_IR, b_IR))
     cosines = torch.linalg.svdvals(a.T @ b)
     return (1 - cosines.clamp_max(1).square()).sqrt()
-
-
-class WholeLosses(RowsClosure):
-    """A closure for several models, without losses of examples."""
-
-    tokens = 1
-    examples = 0
-
-    def example_passes(self):
-        raise NotImplementedError
-
-    def example_losses(self, copies: int) -> Tensor:
-        raise NotImplementedError

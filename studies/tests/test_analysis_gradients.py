@@ -52,7 +52,7 @@ def gradients(home, batch_size: int) -> dict[str, np.ndarray]:
     job = prepare(given(home).config)
     batches = job.batches(BatchSampler(range(len(job.train)), batch_size, seed=3).rows(0))
     targets = select_targets(job.model)
-    found = torch.autograd.grad(job.objective.loss(job.model, *batches), [target.parameter for target in targets])
+    found = torch.autograd.grad(job.objective.closure(job.model, batches)(), [target.parameter for target in targets])
     return {target.name: gradient.double().numpy() for target, gradient in zip(targets, found, strict=True)}
 
 

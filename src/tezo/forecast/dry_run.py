@@ -135,14 +135,14 @@ def _timed(job: Job) -> _Pace:
         batch, in_torch = job.objective.collate(rows), job.loaded.engine is None
         started = time.perf_counter()
         if in_torch or job.reward is None:
-            float(job.objective.loss(job.model, batch))
+            float(job.objective.closure(job.model, [batch])())
         else:  # prompts have no place at which an engine would read
             predict(job.model, job.objective, rows, len(rows), 1)
         seconds, written = time.perf_counter() - started, 0.0
         if _new_tokens(job):
             started = time.perf_counter()
             if in_torch:
-                float(job.model(input_ids=batch.input_ids_RL[:1, :1]).logits.sum())
+                float(job.model(input_ids=batch.passes[0].inputs["input_ids"][:1, :1]).logits.sum())
             else:
                 predict(job.model, job.objective, rows[:1], 1, 1)
             written = time.perf_counter() - started

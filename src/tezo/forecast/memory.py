@@ -37,7 +37,7 @@ from tezo.optim.estimators.two_point import fitting_copies
 from tezo.optim.first_order import SteppedWeight
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
-from tezo.tasks.objectives.readers import logits_at, no_cache
+from tezo.tasks.objectives.evaluators import logits_at, no_cache
 
 META = torch.device("meta")
 

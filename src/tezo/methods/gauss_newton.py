@@ -45,7 +45,7 @@ def gauss_newton(
     (`tezo.newton.step`). `lr` is the part of it that is taken. A run without dev rows looks at other
     labelled rows than its steps have.
 
-    The closure must be of `tezo.closure`, or another `RowsClosure` that tells outputs. Without `optimizer.set_rows` a
+    The closure must be of `tezo.closure`, or another `tezo.optim.closures.RowOutputs`. Without `optimizer.set_rows` a
     look has the rows of its step alone.
 
     U and V are new every `lazy_update_interval` steps; the change so far is then stored beside W_0 with rank

@@ -23,7 +23,7 @@ from tezo.newton.labels import LabelledRows, is_biased, look_at_labels
 from tezo.newton.look import ClassVectors, Look
 from tezo.newton.recording import AddedVectors, recording
 from tezo.newton.text import TextRecord, fit_text, recording_text
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
 
 MOST_ROWS, MOST_LABELLED = 256, 1024
@@ -108,7 +108,7 @@ class ErrorBasis(DataBasis[Look]):
             return LabelledRows(recorded, _finite(rows.outputs()), rows.stepped, len(places))
 
     def _of_text(
-        self, source: Source, rows: RowsClosure, target: Target, found: tuple[TextRecord, Outputs], passes: int
+        self, source: Source, rows: RowOutputs, target: Target, found: tuple[TextRecord, Outputs], passes: int
     ) -> Look:
         v = {own.name: torch.zeros(input_size(own), self._ranks[own.name]).double() for own in self._targets}
         u_MR, v[target.name] = fit_text(source.model, target, rows, *found, self._ranks[target.name])
@@ -121,9 +121,9 @@ class ErrorBasis(DataBasis[Look]):
         return max(LEAST_ROWS, min(most, every // SHARE // max(1, row)))
 
 
-def _rows(source: Source, refresh_step: int, count: int) -> RowsClosure:
+def _rows(source: Source, refresh_step: int, count: int) -> RowOutputs:
     assert source.rows is not None
-    rows: RowsClosure = source.rows(refresh_step, count)
+    rows: RowOutputs = source.rows(refresh_step, count)
     return rows
 
 

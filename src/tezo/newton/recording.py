@@ -16,7 +16,7 @@ from tezo.directions.outputs import Outputs, Places, change
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input
 from tezo.newton.look import ClassVectors
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowOutputs
 
 MOST_PLACES = 1024
 """Places of which inputs are kept, evenly spaced among all."""
@@ -102,7 +102,7 @@ class AddedVectors:
     """
 
     def __init__(
-        self, model: nn.Module, rows: RowsClosure, places: Sequence[Places | None], outputs: Outputs, step: int
+        self, model: nn.Module, rows: RowOutputs, places: Sequence[Places | None], outputs: Outputs, step: int
     ) -> None:
         self._model, self._rows, self._places, self._outputs, self._step = model, rows, places, outputs, step
 

@@ -38,17 +38,8 @@ from tezo.directions.products import evaluating
 from tezo.directions.spaces import Direction, FixedFactors
 from tezo.forward.perturbed_parameter import PerturbedParameter, Shift
 from tezo.newton.linear_model import PARTS, Candidate, LinearModel, without_optimism
-from tezo.optim.estimators.estimate import (
-    GAUSS_NEWTON,
-    NO_OUTPUTS,
-    Closure,
-    Estimate,
-    ParameterEstimate,
-    Probe,
-    RowsClosure,
-    StepDraw,
-    average,
-)
+from tezo.optim.closures import NO_OUTPUTS, Closure, RowOutputs
+from tezo.optim.estimators.estimate import GAUSS_NEWTON, Estimate, ParameterEstimate, Probe, StepDraw, average
 from tezo.optim.estimators.two_point import TwoPoint
 from tezo.system.errors import RequestError
 from tezo.system.progress import BETWEEN, current
@@ -98,7 +89,7 @@ class GaussNewton(TwoPoint):
         super().prepare(model, parameters, seed)
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
-        if not isinstance(closure, RowsClosure):
+        if not isinstance(closure, RowOutputs):
             raise RequestError(NO_OUTPUTS)
         count = len(next(iter(draw.directions.values())))
         try:
@@ -116,7 +107,7 @@ class GaussNewton(TwoPoint):
         passes = 1 + count + len(self.tried)
         return average(loss, self._checked(probes), passes, draw, {"round": dict(taken.metrics)})
 
-    def _slopes(self, closure: RowsClosure, at: Outputs, draw: StepDraw, count: int) -> tuple[Tensor, list[float]]:
+    def _slopes(self, closure: RowOutputs, at: Outputs, draw: StepDraw, count: int) -> tuple[Tensor, list[float]]:
         """Returns (F of all directions (T, C, K), the losses there); each rank evaluates its part of the directions."""
         found: list[float] = []
         rank, size = self._processes.rank, self._processes.size
@@ -133,7 +124,7 @@ class GaussNewton(TwoPoint):
         table_KX = torch.stack([values.view(math.ceil(count / size), -1) for values in ranks], 1).flatten(0, 1)[:count]
         return table_KX[:, 1:].T.reshape(*at.scores_TC.shape, count), table_KX[:, 0].tolist()
 
-    def _trusted(self, model: LinearModel, closure: RowsClosure, draw: StepDraw) -> Taken:
+    def _trusted(self, model: LinearModel, closure: RowOutputs, draw: StepDraw) -> Taken:
         """Returns the step after which the loss of other rows should be lowest."""
         step = model.best()
         lowest, chosen, taken = model.loss, [0.0] * model.count, 0.0
@@ -163,7 +154,7 @@ class GaussNewton(TwoPoint):
         }
         return Taken(self._processes.first(chosen), metrics)
 
-    def _shortened(self, taken: Taken, held_out: RowsClosure, draw: StepDraw) -> Taken:
+    def _shortened(self, taken: Taken, held_out: RowOutputs, draw: StepDraw) -> Taken:
         """Returns the part of a step after which the loss of held-out rows should be lowest."""
         with current().phase(BETWEEN):
             self._set_perturbations(draw.directions, [])

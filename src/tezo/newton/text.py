@@ -34,7 +34,7 @@ from tezo.directions.outputs import RARE, Outputs, Places
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input, output_head
 from tezo.newton.recording import NUDGE, PassPlaces, at_places
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
 
 MOST_TOKENS = 4096
@@ -135,7 +135,7 @@ def fits_text(model: Any) -> bool:
 
 
 def fit_text(
-    model: nn.Module, target: Target, rows: RowsClosure, before: TextRecord, outputs: Outputs, rank: int
+    model: nn.Module, target: Target, rows: RowOutputs, before: TextRecord, outputs: Outputs, rank: int
 ) -> tuple[Tensor, Tensor]:
     """Returns (U (M, r), V (I, r)) of the last layer, float64; see the module. It takes another pass over the rows.
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tezo.directions.bases.basis import FactorStore, Passes, RowsOf
 from tezo.directions.targets import Target
-from tezo.optim.estimators.estimate import Closure, Probe, StepRecord
+from tezo.optim.closures import Closure
+from tezo.optim.estimators.estimate import Probe, StepRecord
 from tezo.optim.tuned_parameters import LowRankChange
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.processes import ProcessGroup

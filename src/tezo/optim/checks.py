@@ -3,7 +3,8 @@
 import statistics
 from collections.abc import Sequence
 
-from tezo.optim.estimators.estimate import Closure, Probe
+from tezo.optim.closures import Closure
+from tezo.optim.estimators.estimate import Probe
 from tezo.system.errors import RequestError
 
 MOST_RATE, MOST_RANK = 1e30, 1 << 16

@@ -13,7 +13,8 @@ from tezo.directions.targets import ALL, Target, select_targets
 from tezo.forward import rounding
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.checks import check_closure, check_rate
-from tezo.optim.estimators.estimate import GRADIENT, Closure, StepRecord
+from tezo.optim.closures import Closure
+from tezo.optim.estimators.estimate import GRADIENT, StepRecord
 from tezo.optim.updates import check_average
 from tezo.system.errors import RequestError, RunError
 from tezo.system.signals import let_interrupt, uninterrupted

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tezo.directions.products import evaluating
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.estimators.estimate import Closure
+from tezo.optim.closures import Closure
 from tezo.optim.measured_scale import MeasuredScale, Progress, untold
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError
 

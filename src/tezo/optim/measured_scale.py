@@ -31,7 +31,8 @@ from torch import Tensor
 
 from tezo.directions.products import evaluating
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.estimators.estimate import RowsClosure, precise
+from tezo.optim.closures import RowLosses
+from tezo.optim.estimators.estimate import precise
 from tezo.system.errors import NonFiniteLossError
 
 SCALES = tuple(float(f"{digit}e-{power}") for power in range(1, 8) for digit in (3, 1))[1:]
@@ -244,7 +245,7 @@ class _Rows:
         return seen[-1].mean()
 
     def _evaluate(self) -> Tensor:
-        if self._optimizer.per_example and isinstance(self._losses, RowsClosure):
+        if self._optimizer.per_example and isinstance(self._losses, RowLosses):
             found: Tensor | float = self._losses.example_losses(1)
         else:
             found = self._losses()

@@ -19,16 +19,8 @@ from tezo.directions.random import DrawKey
 from tezo.directions.spaces import FixedFactors, SignedDense
 from tezo.directions.targets import ALL_LINEAR, select_targets
 from tezo.optim.checks import MOST_RANK, check_closure, check_count, check_rate, check_rho, highest_loss, is_far_above
-from tezo.optim.estimators.estimate import (
-    MOST_DIRECTIONS,
-    Closure,
-    Estimate,
-    Probe,
-    RowsClosure,
-    StepDraw,
-    StepRecord,
-    precise,
-)
+from tezo.optim.closures import Closure, Losses, RowOutputs
+from tezo.optim.estimators.estimate import MOST_DIRECTIONS, Estimate, Probe, StepDraw, StepRecord, precise
 from tezo.optim.estimators.per_example import PerExample
 from tezo.optim.estimators.two_point import TwoPoint
 from tezo.optim.hooked_optimizer import HookedOptimizer
@@ -184,7 +176,7 @@ class ZerothOrderOptimizer(HookedOptimizer):
 
         Args:
             closure: evaluates the objective on this step's batch. It is called twice for every direction, unless it is
-                a `RowsClosure` and one forward pass for several evaluations is faster.
+                one of `Losses` and one forward pass for several evaluations is faster.
             rule: one of `rules`; None: that of `plan`, or the first one, with random directions.
         """
         closure = check_closure(closure)
@@ -305,7 +297,7 @@ class ZerothOrderOptimizer(HookedOptimizer):
     def _compare(self, closure: Closure, probes: Sequence[Probe]) -> None:
         """Warns, once, where the losses of a step are far above the unperturbed model's, on any rows and on these."""
         known = self.unperturbed_loss
-        if self._has_warned or not probes or (known is None and not isinstance(closure, RowsClosure)):
+        if self._has_warned or not probes or (known is None and not isinstance(closure, Losses)):
             return
         highest = highest_loss(probes)
         if known is not None and not is_far_above(highest, known):
@@ -353,7 +345,7 @@ class ZerothOrderOptimizer(HookedOptimizer):
         passes, rows = self._passes, self._rows
         if passes is None and closure is not None:
             passes = lambda _: closure()  # noqa: E731
-        if rows is None and isinstance(closure, RowsClosure):
+        if rows is None and isinstance(closure, RowOutputs):
             rows = lambda *_: closure  # noqa: E731
         return Source(self.model, passes, rows)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +61,7 @@ def evaluate(
         step: whose random numbers the reward samples with.
     """
     objective.adapt(model, encoded)
-    with objective.sharing(model), float32_on_emulating_cpu(model):
+    with objective.evaluator.sharing(model), float32_on_emulating_cpu(model):
         if reward is not None:
             return reward.measure(model, objective, encoded, batch_size, step)
         if encoded[0].example.options:
@@ -172,16 +172,12 @@ def _sums(means: Sequence[Tensor], encoded: Sequence[Encoded]) -> list[Tensor]:
 
 
 def _plain_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> list[Tensor]:
-    tables = by_example(encoded, batch_size, lambda part: objective.scores(model, objective.collate(part)))
-    return [row[: len(e.example.options)] for row, e in zip(tables, encoded, strict=True)]
-
-
-def by_example(encoded: Sequence[Encoded], batch_size: int, compute: Callable[[list[Encoded]], Tensor]) -> list[Tensor]:
-    """Returns what `compute` gives for each example of a batch, in order, float64 on the CPU."""
     found: dict[int, Tensor] = {}
     for part in by_length(encoded, batch_size):
-        found |= zip(part, compute([encoded[i] for i in part]).double().cpu(), strict=True)
-    return [found[i] for i in range(len(encoded))]
+        batch = objective.collate([encoded[i] for i in part])
+        (scores_BO,) = objective.evaluator.option_scores(model, batch)
+        found |= zip(part, scores_BO.double().cpu(), strict=True)
+    return [found[i][: len(e.example.options)] for i, e in enumerate(encoded)]
 
 
 def choice_metrics(
@@ -202,10 +198,10 @@ def _evaluate_text(model: Any, objective: CausalObjective, encoded: Sequence[Enc
     loss, right, tokens = 0.0, 0, 0
     for part in by_length(encoded, batch_size):
         batch = objective.collate([encoded[i] for i in part])
-        chosen, hits = objective.log_probs(model, batch)
-        loss -= float(chosen.sum(dtype=torch.float64))
+        log_probs, hits = objective.evaluator.token_hits(model, batch)
+        loss -= float(log_probs.sum(dtype=torch.float64))
         right += int(hits.sum())
-        tokens += int(batch.valid_SK.sum())
+        tokens += batch.num_terms
     return {"loss": loss / tokens, "token_accuracy": right / tokens}
 
 
@@ -224,7 +220,7 @@ def predict(
 ) -> list[str]:
     """Returns the answer to each example: the name of the best option, or for free text the greedy continuation."""
     objective.adapt(model, encoded)
-    with objective.sharing(model), float32_on_emulating_cpu(model), current().phase(WRITING):
+    with objective.evaluator.sharing(model), float32_on_emulating_cpu(model), current().phase(WRITING):
         if encoded[0].example.options:
             scores = option_scores(model, objective, encoded, batch_size)
             _check_scores(torch.stack([row.amax() for row in scores]), model)

@@ -13,8 +13,8 @@ from tezo.forward.engine import Continuing
 from tezo.system.progress import tracked
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
+from tezo.tasks.objectives.evaluators import base_of
 from tezo.tasks.objectives.objective import Encoded, Objective
-from tezo.tasks.objectives.readers import base_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,15 @@ class Sampling:
     def seed_of(self, row: int) -> int:
         """Returns a seed for the completion of a row, for an engine that draws random numbers of its own."""
         return seed_of(self.seed, self.step, f"completion of row {row}")
+
+    def of(self, wanted: Continuing, rows: Sequence[int]) -> Continuing:
+        """Returns how the prompts of these rows are continued, sampled."""
+        return replace(
+            wanted,
+            noisy=lambda logits, at, place: self.noisy(logits, [rows[i] for i in at], place),
+            temperature=self.temperature,
+            seeds=[self.seed_of(i) for i in rows],
+        )
 
     def noisy(self, scores: Tensor, rows: Sequence[int], place: int) -> Tensor:
         """Returns the logits of rows over the temperature, with noise: the most likely token is then a sample."""
@@ -77,8 +86,9 @@ def continuations(
     The last of them is what ends a completion, unless it was cut at `max_new_tokens`. Without `sampling` they are
     greedy; with it, all models have the same random numbers.
     """
+    assert isinstance(objective, CausalObjective)
     found: list[list[list[int]]] = [[[]] * len(encoded) for _ in range(copies)]
-    base = base_of(model)
+    base, ends = base_of(model), objective.ends.marks
     # not where the model reads padding into its state, or counts it as positions
     pads = not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
     for part in by_length(encoded, batch_size):
@@ -86,35 +96,15 @@ def continuations(
         for i in part:
             groups.setdefault(0 if pads else len(encoded[i].prompt), []).append(i)
         for alike in groups.values():
-            every = _generate(model, objective, encoded, alike, max_new_tokens, sampling, copies)
+            wanted = Continuing(max_new_tokens, sorted(ends), not encoded[alike[0]].example.ends)
+            if sampling is not None:
+                wanted = sampling.of(wanted, alike)
+            prompts = [encoded[i].prompt for i in alike]
+            every = objective.evaluator.continuations(model, objective.tokenizer, prompts, wanted, copies)
             for own, rows in zip(found, every, strict=True):
                 for i, tokens in zip(alike, rows, strict=True):
-                    own[i] = tokens
+                    own[i] = _to_the_end(tokens, ends)
     return found
-
-
-def _generate(
-    model: Any,
-    objective: Objective,
-    encoded: Sequence[Encoded],
-    part: Sequence[int],
-    max_new_tokens: int,
-    sampling: Sampling | None,
-    copies: int,
-) -> list[list[list[int]]]:
-    assert isinstance(objective, CausalObjective)
-    rows, ends = [encoded[i] for i in part], objective.ends.marks
-    wanted = Continuing(max_new_tokens, sorted(ends), not rows[0].example.ends)
-    if sampling is not None:
-        wanted = replace(
-            wanted,
-            noisy=lambda logits, at, place: sampling.noisy(logits, [part[i] for i in at], place),
-            temperature=sampling.temperature,
-            seeds=[sampling.seed_of(i) for i in part],
-        )
-    prompts = [e.prompt for e in rows]
-    every = objective.evaluator.continuations(model, objective.tokenizer, prompts, wanted, copies)
-    return [[_to_the_end(tokens, ends) for tokens in own] for own in every]
 
 
 def _to_the_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowLosses
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example, Row
 from tezo.tasks.generation import Sampling, continuations, texts_of
@@ -70,20 +70,18 @@ class Reward:
         mean, missing = sum(known) / len(known), 1 - len(known) / len(scores)
         return {"loss": -mean, REWARD: mean} | ({MISSING_SCORES: missing} if missing else {}), texts
 
-    def written(
-        self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int, copies: int
-    ) -> list[list[list[int]]]:
-        """Returns the tokens that each of `copies` models writes to each prompt."""
-        sampling = Sampling(self.temperature, self.seed, step) if self.temperature else None
-        return continuations(model, objective, encoded, batch_size, self.max_new_tokens, sampling, copies)
+    def sampling(self, step: int) -> Sampling | None:
+        """Returns how completions are sampled at a step; None: they are greedy."""
+        return Sampling(self.temperature, self.seed, step) if self.temperature else None
 
     @torch.no_grad()
     def own_answers(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int
     ) -> list[list[int]]:
         """Returns the tokens that a model writes to each prompt in an evaluation."""
-        with objective.sharing(model), float32_on_emulating_cpu(model):
-            (tokens,) = self.written(model, objective, encoded, batch_size, EVALUATION, 1)
+        with objective.evaluator.sharing(model), float32_on_emulating_cpu(model):
+            sampling = self.sampling(EVALUATION)
+            (tokens,) = continuations(model, objective, encoded, batch_size, self.max_new_tokens, sampling, 1)
         return tokens
 
     def scored(
@@ -94,7 +92,8 @@ class Reward:
         Raises:
             RequestError: as `measure`.
         """
-        every = self.written(model, objective, encoded, batch_size, step, copies)
+        sampling, longest = self.sampling(step), self.max_new_tokens
+        every = continuations(model, objective, encoded, batch_size, longest, sampling, copies)
         samples = [
             Sample(e.example.prompt, text.strip(), dict(e.example.fields), e.example.where)
             for written in every
@@ -119,7 +118,7 @@ class Reward:
         ]
 
 
-class RewardRows(RowsClosure):
+class RewardRows(RowLosses):
     """Minus the mean score of what the model writes to some prompts, as what a step minimises.
 
     Args:
@@ -152,7 +151,7 @@ class RewardRows(RowsClosure):
 
     @torch.no_grad()
     def example_losses(self, copies: int) -> Tensor:
-        with self._objective.sharing(self._model, copies), float32_on_emulating_cpu(self._model):
+        with self._objective.evaluator.sharing(self._model, copies), float32_on_emulating_cpu(self._model):
             found = self._reward.scored(self._model, self._objective, self._encoded, MOST_WRITING, self._step, copies)
         self.written += found
         return -torch.tensor([[own.value for own in scores] for _, scores in found], dtype=torch.float64)

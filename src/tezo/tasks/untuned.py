@@ -17,7 +17,8 @@ from tezo.directions.products import float32_on_emulating_cpu
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
 from tezo.system.progress import FITTING, current
-from tezo.tasks.evaluation import Metrics, by_example, check_finite, choice_metrics
+from tezo.tasks.evaluation import Metrics, check_finite, choice_metrics
+from tezo.tasks.generation import by_length
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.setup import make_format, make_objective
@@ -52,7 +53,7 @@ def untuned(
     """
     objective.adapt(model, [*train, *rows])
     labels_B = torch.tensor([e.example.label for e in train])
-    with objective.sharing(model), float32_on_emulating_cpu(model), current().phase(FITTING):
+    with objective.evaluator.sharing(model), float32_on_emulating_cpu(model), current().phase(FITTING):
         scores_BO, features_BD = read(model, objective, [*train, *rows], batch_size)
         check_finite({"sum of features": float(features_BD.sum())}, model)
         probe_BO = probed(features_BD[: len(train)], labels_B, len(objective.options), features_BD[len(train) :])
@@ -98,13 +99,13 @@ def probed(train_BD: Tensor, labels_B: Tensor, options: int, rows_BD: Tensor) ->
 
 
 def read(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> tuple[Tensor, Tensor]:
-    """Returns (scores (B, O), features (B, D)), float64 on the CPU; see `Objective.scores_and_features`."""
-
-    def both(part: Sequence[Encoded]) -> Tensor:
-        return torch.cat([own.double() for own in objective.scores_and_features(model, objective.collate(part))], 1)
-
-    options = len(objective.options)
-    table = torch.stack(by_example(encoded, batch_size, both))
+    """Returns (scores (B, O), features (B, D)), float64 on the CPU; see `Evaluator.scores_and_features`."""
+    found: dict[int, Tensor] = {}
+    for part in by_length(encoded, batch_size):
+        batch = objective.collate([encoded[i] for i in part])
+        both = [own.double() for own in objective.evaluator.scores_and_features(model, batch)]
+        found |= zip(part, torch.cat(both, 1).cpu(), strict=True)
+    table, options = torch.stack([found[i] for i in range(len(encoded))]), len(objective.options)
     return table[:, :options], table[:, options:]
 
 

@@ -15,7 +15,7 @@ from tezo.methods import AUTO, HEAD_FEEDBACK
 from tezo.models import lora
 from tezo.models.kinds import IN_MEMORY, ModelConfig
 from tezo.models.loading import LoadedModel, from_objects
-from tezo.optim.estimators.estimate import Closure, RowsClosure
+from tezo.optim.closures import Closure, RowLosses
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.files import MANIFEST, resume_line_of
 from tezo.runs.folder import CONFIG, LOG, read_summary
@@ -141,7 +141,7 @@ def prepare(
     *,
     steps: int,
     method: str = HEAD_FEEDBACK,
-    held_out: RowsClosure | None = None,
+    held_out: RowLosses | None = None,
     seed: int = 0,
     **options: Any,
 ) -> ZerothOrderOptimizer:
@@ -168,7 +168,7 @@ def prepare(
     steps, seed = (coerce(name, value, int) for name, value in (("steps", steps), ("seed", seed)))
     if steps < 1:
         raise RequestError(f"steps is {steps}; it must be at least 1.")
-    if held_out is not None and not isinstance(held_out, RowsClosure):
+    if held_out is not None and not isinstance(held_out, RowLosses):
         raise RequestError("held_out must tell the loss of each row; give tezo.closure(model, batch).")
     if not takes(closures, 0):
         raise RequestError("closures: give a function of a step, lambda step: tezo.closure(model, batches[step]).")

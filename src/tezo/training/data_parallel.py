@@ -1,28 +1,29 @@
 """How ranks share a run: the rows of each batch, or the directions of each step; one of them writes."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tezo.forward.blocks import NotInBlocksError
 from tezo.methods import method
-from tezo.optim.estimators.estimate import RowsClosure
+from tezo.optim.closures import RowLosses
 from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
-from tezo.tasks.objectives.objective import BatchClosure
+from tezo.tasks.objectives.closure import BatchClosure
 from tezo.training.job import Job
 from tezo.training.recipe import LOSS
 
 
 @dataclass(frozen=True)
-class SharedRows(RowsClosure):
+class SharedRows(RowLosses):
     """The loss on the rows of all ranks: sums and counts are added in float64 before anything is subtracted.
 
     Attributes:
-        own: the loss on this rank's rows.
+        own: the sum of the terms of this rank's rows.
         ranks: all of them.
         most_tokens: the most that any rank has in a pass for one model.
         rows: number of examples of all ranks; rank k has every `size`-th from k on.
@@ -42,12 +43,10 @@ class SharedRows(RowsClosure):
         return self.rows
 
     def losses(self, copies: int) -> Tensor:
-
-        def own() -> tuple[Tensor, int]:
-            sums, count = self.own.totals(copies)
-            return sums.to("cpu", torch.float64), count
-
-        sums_C, count = self._summed(own, (copies,))
+        sums_C = None
+        with suppress(NotInBlocksError):
+            sums_C = self.own.losses(copies)
+        sums_C, count = self._over_ranks(sums_C, (copies,))
         return sums_C / count
 
     def example_passes(self) -> list[list[int]]:
@@ -55,29 +54,29 @@ class SharedRows(RowsClosure):
         return [[self._number(i) for i in rows] for rows in self.own.example_passes()]
 
     def example_losses(self, copies: int) -> Tensor:
-
-        def own() -> tuple[Tensor, int]:
-            sums, count = self.own.example_totals(copies)
+        sums_CB = None
+        with suppress(NotInBlocksError):
+            own_CB = self.own.example_losses(copies).double().cpu()
             sums_CB = torch.zeros(copies, self.examples, dtype=torch.float64)
-            sums_CB[:, [self._number(i) for i in range(self.own.examples)]] = sums.double().cpu()
-            return sums_CB, count
-
-        sums_CB, count = self._summed(own, (copies, self.examples))
+            sums_CB[:, [self._number(i) for i in range(self.own.examples)]] = own_CB
+        sums_CB, count = self._over_ranks(sums_CB, (copies, self.examples))
         return sums_CB * (self.examples / count)
 
     def _number(self, example: int) -> int:
         return self.processes.rank + example * self.processes.size
 
-    def _summed(self, own: Callable[[], tuple[Tensor, int]], shape: tuple[int, ...]) -> tuple[Tensor, float]:
-        """Returns (sums over the ranks, of this shape; the sum of their counts)."""
-        try:
-            (sums, count), refused = own(), 0.0
-        except NotInBlocksError:  # the others must not wait for this rank's sums: all ranks take separate passes
-            sums, count, refused = torch.zeros(shape), 0, 1.0
-        *totals, whole, refusals = self.processes.sum([*sums.flatten().tolist(), float(count), refused])
+    def _over_ranks(self, sums: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, float]:
+        """Returns (sums over the ranks, of this shape; the number of their terms).
+
+        `sums`: those of this rank; None: its rows do not fall into blocks. The others must not wait for it, and all
+        ranks take separate passes.
+        """
+        own = torch.zeros(shape) if sums is None else sums.double()
+        counts = [float(self.own.num_terms), float(sums is None)]
+        *totals, count, refusals = self.processes.sum([*own.flatten().tolist(), *counts])
         if refusals:
             raise NotInBlocksError
-        return torch.tensor(totals, dtype=torch.float64).view(shape), whole
+        return torch.tensor(totals, dtype=torch.float64).view(shape), count
 
 
 def shared_rows(job: Job, indices: Sequence[int], processes: ProcessGroup) -> SharedRows:
@@ -87,7 +86,7 @@ def shared_rows(job: Job, indices: Sequence[int], processes: ProcessGroup) -> Sh
         batches = [job.objective.collate([job.train[i] for i in mine])]
     else:
         batches = job.batches(mine)
-    own = job.objective.closure(job.model, batches)
+    own = replace(job.objective.closure(job.model, batches), reduction="sum")
     apart = job.config.method.options.get("directions") == PER_EXAMPLE
     (tokens,) = processes.max([float(own.example_tokens if apart else own.tokens)])
     return SharedRows(own, processes, int(tokens), len(indices))

@@ -203,7 +203,7 @@ class Job:
         return sampler(self.config, self.stepped)
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
-        """These training rows, ready for `objective.loss`."""
+        """These training rows, ready for `objective.closure`."""
         return self.objective.batches([self.train[i] for i in indices], self.config.train.most_rows)
 
 
@@ -316,7 +316,8 @@ def _held_out(config: Config, loaded: LoadedModel, used: "_EncodedRows") -> Held
     train, objective = config.train, used.objective
     if not (used.dev and train.guard and method(config.method.name).takes_outputs):
         return None
-    return HeldOutRows(objective, loaded.model, tuple(objective.batches(used.dev, train.eval_batch_size)))
+    batches = objective.batches(used.dev, train.eval_batch_size)
+    return HeldOutRows(objective.evaluator, loaded.model, batches, bool(objective.options))
 
 
 def _check_objective(config: Config) -> None:
@@ -405,9 +406,9 @@ def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encode
     targets = find_targets(loaded.model)
     if loaded.engine is not None:
         return [t.name for t in targets if not (t.is_linear and loaded.engine.changes(t.sites[0].name))]
-    batch = objective.collate(train[:1])
+    closure = objective.closure(loaded.model, [objective.collate(train[:1])])
     with current().phase(CHECKING), torch.no_grad(), DirectReads(targets) as reads:
-        uncalled = {target.name for target in never_called(targets, lambda: objective.loss(loaded.model, batch))}
+        uncalled = {target.name for target in never_called(targets, closure)}
     apart = uncalled | reads.names
     return [target.name for target in targets if target.name in apart or is_unused(target.name, loaded.kind)]
 

@@ -14,7 +14,8 @@ from tezo.models.kinds import IN_MEMORY
 from tezo.models.loading import LoadedModel
 from tezo.models.saving import Tuning, save_result
 from tezo.models.stored import BaseFiles
-from tezo.optim.estimators.estimate import FEEDBACK, Closure
+from tezo.optim.closures import Closure
+from tezo.optim.estimators.estimate import FEEDBACK
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary

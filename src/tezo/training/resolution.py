@@ -18,7 +18,8 @@ from torch import Tensor
 from tezo.directions.targets import is_packed
 from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, Method, method
 from tezo.optim.base_optimizer import DEFAULT, GIVEN, RESOLVED, BaseOptimizer, Setting, Settings
-from tezo.optim.estimators.estimate import FEEDBACK, Closure, RowsClosure
+from tezo.optim.closures import Closure, RowLosses
+from tezo.optim.estimators.estimate import FEEDBACK
 from tezo.optim.learning_rate import choose_lr
 from tezo.optim.measured_scale import RISE, MeasuredScale, in_words, measure_reach, measure_scale
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED
@@ -106,18 +107,18 @@ class ClosureRows(Rows):
         held_out: rows that rates are compared on; None: there are none.
     """
 
-    def __init__(self, closures: Callable[[int], Closure], held_out: RowsClosure | None) -> None:
+    def __init__(self, closures: Callable[[int], Closure], held_out: RowLosses | None) -> None:
         self._closures, self._others = closures, held_out
-        self.share_directions = not isinstance(closures(0), RowsClosure)
+        self.share_directions = not isinstance(closures(0), RowLosses)
         self.held_out = 0 if held_out is None else held_out.examples
 
     def step(self, step: int, *, per_example: bool) -> Closure:
-        del per_example  # a RowsClosure tells either
+        del per_example  # a closure of rows has both
         return self._closures(step)
 
     def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
         closure: Any = self._closures(step)
-        apart = isinstance(closure, RowsClosure) and not per_example
+        apart = isinstance(closure, RowLosses) and not per_example
         return (lambda: closure.example_losses(1)[0]) if apart else closure
 
     def few(self) -> Closure:

@@ -14,7 +14,8 @@ from tezo.directions.random import permutation
 from tezo.methods import method
 from tezo.models.loading import LoadedModel
 from tezo.optim.learning_rate import TRIAL_STEPS
-from tezo.tasks.objectives.objective import BatchClosure, Encoded, Objective
+from tezo.tasks.objectives.closure import BatchClosure
+from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rewards import Reward, answered
 from tezo.tasks.rows import Format
 from tezo.training.recipe import Config, TrainConfig
@@ -56,7 +57,7 @@ class RunRows(Rows):
         self._others = [others[i] for i in order]
         self.held_out = len(self._others)
         self.engine = objective.evaluator.engine
-        self.share_directions = objective.shared_tokens > 0 or self.engine is not None
+        self.share_directions = objective.evaluator.shared_tokens > 0 or self.engine is not None
 
     def own_answers(self) -> Callable[[], float] | None:
         if self._reward is None:
@@ -101,11 +102,11 @@ class HeldOutRows(BatchClosure):
         """
         if not self._measured:
             with torch.no_grad(), float32_on_emulating_cpu(self.model):
-                self._measured.append(super().outputs())
+                self._measured.extend(self.outputs_of(1))
         return self._measured[0]
 
     def outputs(self, like: Outputs | None = None) -> Outputs:
-        return self._measured[0] if like is None and self._measured else super().outputs(like)
+        return self._measured[0] if like is None and self._measured else self.outputs_of(1, like)[0]
 
     def forget(self) -> None:
         """Called whenever the parameters have changed."""
@@ -118,7 +119,7 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
     def passes(refresh_step: int) -> None:
         chosen = permutation(len(train), seed=seed, step=refresh_step, name="basis")[:BASIS_ROWS]
         rows = objective.in_torch()
-        rows.losses(loaded.model, rows.batches([train[i] for i in chosen]), 1)
+        rows.closure(loaded.model, rows.batches([train[i] for i in chosen])).losses(1)
 
     return passes
 

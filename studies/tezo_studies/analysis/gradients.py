@@ -72,8 +72,7 @@ def watched_run(
     losses, sampler = [], job.sampler()
     try:
         for step in range(options.steps):
-            batches = job.batches(sampler.rows(step))
-            job.optimizer.step(partial(job.objective.loss, job.model, *batches))
+            job.optimizer.step(job.objective.closure(job.model, job.batches(sampler.rows(step))))
             assert job.optimizer.last_step is not None
             losses.append(job.optimizer.last_step.loss)
     finally:
@@ -90,7 +89,7 @@ def chosen_layers(job: Job, patterns: Sequence[str]) -> list[Target]:
     """The matrices with a gradient that `patterns` select; default: four linear layers, spread over the depth."""
     matrices = [target for target in select_targets(job.model, patterns or (ALL_LINEAR,)) if target.is_matrix]
     with torch.enable_grad():
-        loss = job.objective.loss(job.model, *job.batches([0]))
+        loss = job.objective.closure(job.model, job.batches([0]))()
         gradients = torch.autograd.grad(loss, [target.parameter for target in matrices], allow_unused=True)
     matrices = [target for target, gradient in zip(matrices, gradients, strict=True) if gradient is not None]
     if not matrices:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tezo.directions.targets import select_targets
 from tezo.methods import METHODS, method
-from tezo.optim.estimators.estimate import Closure
+from tezo.optim.closures import Closure
 from tezo.system.errors import RequestError
 from tezo_studies.bench.published import PUBLISHED
 from tezo_studies.bench.settings import GRADIENTS, GRAPHS, PREFIX, WHOLE, name_of

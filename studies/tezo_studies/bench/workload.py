@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.models.loading import choose_device
-from tezo.optim.estimators.estimate import Closure
+from tezo.optim.closures import Closure
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.evaluators import logits_at
 from tezo.tasks.objectives.objective import Encoded
-from tezo.tasks.objectives.readers import logits_at
 from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.shapes import build_model
 

@@ -34,7 +34,7 @@ Passes = Callable[[int], object]
 """Function of the refresh step; it runs forward passes of the model on some training rows."""
 RowsOf = Callable[[int, int], Any]
 """Function of the refresh step and of the most rows that are wanted. It returns training rows, as a closure that gives
-their outputs (`tezo.optim.estimators.estimate.RowsClosure`), those of the step first if they may be among them."""
+their outputs (`tezo.optim.closures.RowOutputs`), those of the step first if they may be among them."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The interface of estimators and its data: closures, directions of a step, measurements, estimates, step records."""
+"""The interface of estimators and its data: directions of a step, measurements, estimates, step records."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tezo.directions.bases.basis import FactorStore, Predictions
-from tezo.directions.outputs import Outputs, Places
 from tezo.directions.spaces import Direction, Tile
 from tezo.forward.perturbed_parameter import PerturbedParameter
+from tezo.optim.closures import Closure, Losses
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
-
-Closure = Callable[[], Tensor | float]
 
 MOST_DIRECTIONS = 1 << 12
 """Largest number of directions per step. A step log with more is refused."""
@@ -24,95 +22,6 @@ TWO_POINT, FEEDBACK, GRADIENT, GAUSS_NEWTON = "two-point", "feedback", "gradient
 POPULATION = "population"
 """Names of step rules: with random directions, with the error at the last hidden states, with backpropagation, with the
 outputs of each row, with the scores of many members."""
-
-
-NO_OUTPUTS = (
-    "this method needs the outputs of each row, and the closure tells a loss alone; give one of tezo.closure(model, "
-    "batch), or choose another method."
-)
-
-
-class RowsClosure(ABC):
-    """An objective on rows, of which one forward pass can evaluate several perturbed models: it tells its rows apart.
-
-    A pass has the rows of one model `copies` times, block after block. Called without arguments it is an ordinary
-    closure. `tezo.closure` and `tezo.tasks.objectives` make such closures.
-    """
-
-    @property
-    @abstractmethod
-    def tokens(self) -> int:
-        """Largest number of tokens, padding included, of a forward pass for one model."""
-
-    @property
-    @abstractmethod
-    def examples(self) -> int:
-        """Number of examples."""
-
-    @property
-    def example_tokens(self) -> int:
-        """As `tokens`, where each example has its own perturbations and shares no input with others."""
-        return self.tokens
-
-    @property
-    def stepped(self) -> int | None:
-        """Of rows that are looked at: how many of them, the first ones, are those of the step; None: all."""
-        return None
-
-    @property
-    def held_out(self) -> "RowsClosure | None":
-        """Rows that nothing is fitted to, by which a step may be shortened; None: there are none."""
-        return None
-
-    @abstractmethod
-    def losses(self, copies: int) -> Tensor:
-        """Returns the loss of each of `copies` models: (copies,), float32 or wider."""
-
-    @abstractmethod
-    def example_passes(self) -> Sequence[Sequence[int]]:
-        """Returns, for each forward pass of `example_losses`, the example of each row of one copy."""
-
-    @abstractmethod
-    def example_losses(self, copies: int) -> Tensor:
-        """Returns the loss of each example for each copy, (copies, examples); their mean is the objective."""
-
-    @property
-    def most_copies(self) -> int | None:
-        """Number of models that what runs the passes computes side by side; None: by the number of tokens."""
-        return None
-
-    def outputs(self, like: Outputs | None = None) -> Outputs:
-        """Returns the outputs of the model as it is, whose mean loss is the objective; see `tezo.directions.outputs`.
-
-        Args:
-            like: earlier outputs of these rows, whose classes are taken; None: those that are likely now.
-
-        Raises:
-            RequestError: these rows tell their loss alone.
-        """
-        del like
-        raise RequestError(NO_OUTPUTS)
-
-    def outputs_of(self, copies: int, like: Outputs | None = None) -> list[Outputs]:
-        """Returns the outputs of each of `copies` models, more than one only where `most_copies` allows it."""
-        del copies
-        return [self.outputs(like)]
-
-    def places(self) -> Sequence[Places | None]:
-        """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows.
-
-        Raises:
-            RequestError: these rows tell their loss alone.
-        """
-        raise RequestError(NO_OUTPUTS)
-
-    def summands(self) -> Iterator[Tensor]:
-        """Yields terms whose sum is the objective, computed one after another, no two of which share a graph."""
-        yield self()
-
-    def __call__(self) -> Tensor:
-        """Returns the loss of one model: scalar, float32 or wider."""
-        return self.losses(1)[0]
 
 
 @dataclass(frozen=True)
@@ -180,12 +89,12 @@ def precise(loss: Any) -> Any:
 
 
 def mean_loss(closure: Closure) -> float:
-    """Returns what a closure that is called without arguments says of one model.
+    """Returns the loss of one model by a closure.
 
     Raises:
         RequestError: it is several losses, or of too coarse a dtype.
     """
-    loss = precise(closure())
+    loss = precise(closure.losses(1) if isinstance(closure, Losses) else closure())
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise RequestError(
             f"the closure returned {loss.numel()} losses; return their mean, or make the optimizer with "

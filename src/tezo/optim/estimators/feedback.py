@@ -43,16 +43,8 @@ from tezo.directions.spaces import LowRank, Tile
 from tezo.directions.targets import Target, only_input
 from tezo.forward.interception import untraced
 from tezo.forward.perturbed_parameter import PerturbedParameter
-from tezo.optim.estimators.estimate import (
-    FEEDBACK,
-    Closure,
-    Estimate,
-    Estimator,
-    ParameterEstimate,
-    RowsClosure,
-    StepDraw,
-    StepRecord,
-)
+from tezo.optim.closures import Closure, Losses
+from tezo.optim.estimators.estimate import FEEDBACK, Estimate, Estimator, ParameterEstimate, StepDraw, StepRecord
 from tezo.system.errors import RequestError
 
 PASSES = 2
@@ -199,7 +191,7 @@ def last_errors(
     losses: list[Tensor] = []
     errors: list[Tensor | None] = []
     with _recording(base, taps) as calls, torch.enable_grad():
-        summands = closure.summands() if isinstance(closure, RowsClosure) else [torch.as_tensor(closure()).mean()]
+        summands = closure.summands() if isinstance(closure, Losses) else [torch.as_tensor(closure()).mean()]
         for summand in summands:
             leaves = [call.leaf for call in calls[len(errors) :] if call.leaf is not None]
             if summand.requires_grad:

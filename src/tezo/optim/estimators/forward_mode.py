@@ -9,7 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tezo.directions.products import evaluation_mode
 from tezo.directions.spaces import Direction
-from tezo.optim.estimators.estimate import Closure, Estimate, Probe, StepDraw, average, precise
+from tezo.optim.closures import Closure
+from tezo.optim.estimators.estimate import Estimate, Probe, StepDraw, average, precise
 from tezo.optim.estimators.two_point import Drawn, TwoPoint, check_finite, gather_probes
 from tezo.system.errors import RequestError
 from tezo.system.signals import let_interrupt

@@ -10,7 +10,8 @@ from torch import Tensor
 from tezo.directions.products import evaluating
 from tezo.forward.blocks import Blocks, NotInBlocksError
 from tezo.forward.perturbed_parameter import Shift
-from tezo.optim.estimators.estimate import Closure, Estimate, Probe, RowsClosure, StepDraw, average, precise
+from tezo.optim.closures import Closure, RowLosses
+from tezo.optim.estimators.estimate import Estimate, Probe, StepDraw, average, precise
 from tezo.optim.estimators.two_point import Drawn, TwoPoint, fitting_copies, probes_of
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
@@ -69,7 +70,7 @@ class PerExample(TwoPoint):
 
         def both(j: int, place: Callable[[int], int] = lambda i: i) -> Tensor:
             """(2, B): the losses of example i at both signs of its j-th direction, or of that of example place(i)."""
-            together = isinstance(closure, RowsClosure) and fitting_copies(closure.example_tokens, dense=False) >= 2
+            together = isinstance(closure, RowLosses) and fitting_copies(closure.example_tokens, dense=False) >= 2
             passes = [(rho, -rho)] if together else [(rho,), (-rho,)]
             return torch.cat([self._losses(closure, drawn, j, scales, place) for scales in passes])
 
@@ -104,7 +105,7 @@ class PerExample(TwoPoint):
     ) -> Tensor:
         """(copies, B): the loss of example i at scales[k] * Z for each copy k, Z the j-th direction of place(i)."""
         let_interrupt()
-        passes = iter(closure.example_passes()) if isinstance(closure, RowsClosure) else None
+        passes = iter(closure.example_passes()) if isinstance(closure, RowLosses) else None
         seen = 0
 
         def begin(rows: int) -> None:
@@ -119,7 +120,7 @@ class PerExample(TwoPoint):
 
         with self._blocks.before_each_pass(begin):
             try:
-                if isinstance(closure, RowsClosure):
+                if isinstance(closure, RowLosses):
                     losses: Tensor = precise(closure.example_losses(len(scales)))
                     return losses
                 losses = precise(row_losses(closure)).unsqueeze(0)

@@ -8,16 +8,8 @@ import torch
 from torch import Tensor
 
 from tezo.directions.products import evaluating
-from tezo.optim.estimators.estimate import (
-    POPULATION,
-    Closure,
-    Estimate,
-    Probe,
-    RowsClosure,
-    StepDraw,
-    average,
-    mean_loss,
-)
+from tezo.optim.closures import Closure, RowLosses
+from tezo.optim.estimators.estimate import POPULATION, Estimate, Probe, StepDraw, average, mean_loss
 from tezo.optim.estimators.two_point import TwoPoint, check_finite
 from tezo.system.errors import RequestError
 
@@ -81,7 +73,7 @@ class Population(TwoPoint):
     signs: ClassVar[tuple[int, ...]] = (1,)
 
     def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
-        if not isinstance(closure, RowsClosure):
+        if not isinstance(closure, RowLosses):
             raise RequestError(NEEDS_ROWS)
         count = len(next(iter(draw.directions.values())))
         own = range(self._processes.rank, count, self._processes.size)

@@ -11,13 +11,12 @@ from tezo.directions.products import evaluating
 from tezo.directions.spaces import Direction
 from tezo.forward.blocks import NotInBlocksError
 from tezo.forward.perturbed_parameter import PerturbedParameter, Shift
+from tezo.optim.closures import Closure, Losses
 from tezo.optim.estimators.estimate import (
     TWO_POINT,
-    Closure,
     Estimate,
     Estimator,
     Probe,
-    RowsClosure,
     StepDraw,
     StepRecord,
     average,
@@ -103,9 +102,8 @@ class TwoPoint(Estimator):
         """Returns the loss at W + scale * Z_i for each of the points (i, scale)."""
 
         def evaluate(copies: int) -> list[float]:
-            if copies == 1:
+            if not isinstance(closure, Losses):
                 return [mean_loss(closure)]
-            assert isinstance(closure, RowsClosure)
             found: list[float] = precise(closure.losses(copies)).tolist()
             return found
 
@@ -188,7 +186,7 @@ def copies_of_a_pass(closure: Closure, points: int, *, dense: bool) -> int:
         points: number of models.
         dense: whether sharing a pass saves draws of dense noise.
     """
-    if not isinstance(closure, RowsClosure):
+    if not isinstance(closure, Losses):
         return 1
     if closure.most_copies is not None:
         return max(1, min(points, closure.most_copies))

@@ -1,12 +1,13 @@
-"""Objectives: the loss on examples and the scores of their options, one class for each kind of model."""
+"""Objectives: how each kind of model is asked for an answer, and the scores and loss of it. A file for each kind."""
 
 from collections.abc import Callable, Sequence
 
 from tezo.models.kinds import Kind
 from tezo.models.loading import LoadedModel
 from tezo.tasks.objectives.causal import CausalObjective
-from tezo.tasks.objectives.encoder import ClassifierObjective, EncoderObjective
-from tezo.tasks.objectives.evaluators import InEngine
+from tezo.tasks.objectives.classifier import ClassifierObjective
+from tezo.tasks.objectives.encoder import EncoderObjective
+from tezo.tasks.objectives.in_engine import CausalInEngine
 from tezo.tasks.objectives.masked import MaskedObjective
 from tezo.tasks.objectives.objective import Objective
 
@@ -26,6 +27,6 @@ def objective_for(loaded: LoadedModel, options: Sequence[str], max_length: int |
     length = min(max_length or loaded.max_length, loaded.max_length)
     head = (loaded.classes,) if loaded.classes else ()
     found = _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.device, length, options, *head, model=loaded.model)
-    if loaded.engine is not None and isinstance(found, CausalObjective):
-        found.evaluator = InEngine(loaded.engine)
+    if loaded.engine is not None and found.evaluator.causal:
+        found.evaluator = CausalInEngine(loaded.engine)
     return found

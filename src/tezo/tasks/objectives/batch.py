@@ -1,16 +1,12 @@
-"""Encoded examples as tensors: one row per sequence, or one packed row for sequences with common prefixes."""
+"""Batches: encoded examples as tensors, in rows of one sequence or, if packed, of several with a common prefix."""
 
-import inspect
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from tezo.directions.targets import device_of
-from tezo.tasks.objectives.readers import logits_at
 
 
 @dataclass(frozen=True)
@@ -74,12 +70,16 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return bisect_left(most, True, key=lambda length: first[:length] != second[:length])
 
 
-def padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-    """Returns the rows padded on the right with `fill`, (N, length of the longest), int64."""
-    table = torch.full((len(rows), max(map(len, rows), default=0)), fill)
+def padded(rows: Sequence[Sequence[int]], fill: int, length: int | None = None) -> Tensor:
+    """Returns the rows padded on the right with `fill`, (N, length), int64; None: the length of the longest."""
+    table = torch.full((len(rows), _longest(rows) if length is None else length), fill)
     for i, row in enumerate(rows):
         table[i, : len(row)] = torch.tensor(row, dtype=torch.long)
     return table
+
+
+def _longest(rows: Iterable[Sequence[Any]]) -> int:
+    return max(map(len, rows), default=0)
 
 
 def tree_mask(ends_RL: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,87 +91,15 @@ def tree_mask(ends_RL: Tensor, dtype: torch.dtype) -> Tensor:
     return hidden.unsqueeze(1)
 
 
-LEAST_TOKENS = 8
-MOST_OPTION_TOKENS = 16
-BOUNDS = ("max_position_embeddings", "sliding_window", "attention_chunk_size", "window_size")
-"""Keys of a configuration: in longer rows a model may go by the index in the row, not by position and mask."""
-
-
-def longest_packed(model: Any) -> int | None:
-    """Returns the maximum length in tokens of a packed row, by the model's configuration; None: no limit."""
-    bounds = [getattr(model.config, name, None) for name in BOUNDS]
-    return min((bound for bound in bounds if isinstance(bound, int) and bound > 0), default=None)
-
-
-def takes_packed(model: Any, sequence: Sequence[int]) -> bool:
-    """Whether packed rows give the same scores as separate rows, with the current weights of a causal model.
-
-    The model must take position ids and a four-dimensional mask, and use both. There is no list of families: the
-    signature, the configuration and a numerical test on `sequence`, token ids from the data, decide.
-    """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return False
-    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager"):
-        return False
-    repeats = -(-LEAST_TOKENS // len(sequence))
-    try:
-        return _agrees(model, list(sequence) * repeats)
-    except (RuntimeError, ValueError, TypeError, IndexError):  # the model rejects the mask
-        return False
-
-
-@torch.no_grad()
-def _agrees(model: Any, sequence: list[int]) -> bool:
-    """Whether the second of two equal options has the log-probabilities of a separate row.
-
-    The same pass has two wrong rows: in one the options see each other, so the second option can copy the first; in
-    the other the positions run backwards. The error of the correct row must be at most a quarter of either error of
-    the wrong rows. This needs no rounding bound: a model that ignores the mask or the positions gives two rows equal
-    results. The error must also be within a loose rounding bound.
-    """
-    option = min(MOST_OPTION_TOKENS, len(sequence) // 2)
-    start, first = len(sequence) - option, len(sequence) - 1  # the first option ends where the second begins
-    asked = torch.arange(start, first)
-    row = [*range(first), *asked.tolist()]
-    tokens, positions = torch.tensor([[sequence[i] for i in row]]), torch.tensor([row])
-    whole = torch.full_like(positions, len(row))
-    ends = whole.clone()
-    ends[:, start:first] = first
-    inputs = {
-        "input_ids": tokens.repeat(3, 1),
-        "position_ids": torch.cat([positions, positions, len(sequence) - 1 - positions]),
-        "attention_mask": tree_mask(torch.cat([ends, whole, ends]), model.dtype),
-    }
-    second = torch.arange(first, len(row)).repeat(3, 1)
-    plain = {"input_ids": torch.tensor([sequence]), "attention_mask": torch.ones((1, len(sequence)), dtype=torch.long)}
-    expected = _log_probs(model, plain, asked.unsqueeze(0), sequence[start + 1 :])
-    errors = (_log_probs(model, inputs, second, sequence[start + 1 :]) - expected).abs().mean(1)
-    true, leaking, backwards = errors.tolist()
-    bound = max(1e-3, 32 * torch.finfo(model.dtype).eps)
-    return bool(true <= bound and true <= min(leaking, backwards) / 4)
-
-
-def _log_probs(model: Any, inputs: dict[str, Tensor], reads_RU: Tensor, expected: list[int]) -> Tensor:
-    placed = {name: value.to(device_of(model)) for name, value in inputs.items()}
-    log_probs = logits_at(model, placed, reads_RU).log_softmax(-1)
-    targets_RU1 = torch.tensor(expected, device=log_probs.device).expand(len(reads_RU), -1).unsqueeze(-1)
-    return log_probs.gather(-1, targets_RU1).squeeze(-1)
-
-
-MOST_TOKENS = 1 << 13
-"""Tokens of one copy in a forward pass, padding included, of rows that are several for an example."""
-
-
 @dataclass(frozen=True)
-class Batch:
-    """Padded rows on the model's device; a row holds one sequence or, if packed, several of an example.
+class Pass:
+    """Rows of one forward pass, on the model's device, and the sequences in them.
 
-    B examples of at most O options, S sequences, K answer tokens; R rows of L tokens, U hidden states read per row.
+    R rows of L tokens, of which U hidden states are read; S sequences of at most K answer tokens.
 
     Attributes:
-        input_ids_RL: int64, token ids.
-        position_ids_RL: int64, position of each token in its sequence.
-        ends_RL: int64, place in the row where the token's subtree ends, 0 for padding; see `TokenTree`.
+        inputs: the model's keyword arguments, (R, ...) each; for packed rows without the mask.
+        ends_RL: int64, of packed rows: place in the row where the token's subtree ends, 0 for padding; see `TokenTree`.
         reads_RU: int64, positions in the row whose hidden states are needed.
         row_S: int64, row of each sequence, ascending.
         slots_SK: int64, index into the row's reads of the hidden state that predicts tokens_SK, where valid_SK.
@@ -179,15 +107,11 @@ class Batch:
         valid_SK: bool, False for padding.
         example_S: int64, example of each sequence.
         option_S: int64, option of each sequence.
-        labels_B: int64, index of the correct option; None if any is unknown.
-        branching: whether some token is not part of all sequences of its row.
-        shape_BO: (B, O).
-        places: place of each example among those that the batches of a step were made of.
+        example_R: example of each row.
     """
 
-    input_ids_RL: Tensor
-    position_ids_RL: Tensor
-    ends_RL: Tensor
+    inputs: Mapping[str, Tensor]
+    ends_RL: Tensor | None
     reads_RU: Tensor
     row_S: Tensor
     slots_SK: Tensor
@@ -195,65 +119,161 @@ class Batch:
     valid_SK: Tensor
     example_S: Tensor
     option_S: Tensor
-    labels_B: Tensor | None
-    branching: bool
-    shape_BO: tuple[int, int]
-    places: tuple[int, ...]
+    example_R: Sequence[int]
 
     @property
-    def num_terms(self) -> int:
-        """Number of terms of the loss: one for each example with a label, or for each answer token."""
-        return len(self.labels_B) if self.labels_B is not None else int(self.valid_SK.sum())
+    def tokens(self) -> int:
+        """Number of tokens, padding included."""
+        return self.inputs["input_ids"].numel()
 
-    def examples_of_rows(self) -> list[int]:
-        """Returns the example of each row."""
-        examples = self.row_S.new_zeros(len(self.input_ids_RL))
-        examples[self.row_S] = self.example_S
-        return [int(i) for i in examples.tolist()]
+    def first_reads(self) -> tuple[Tensor, Tensor]:
+        """Returns (row, position that is read first) of the first option of each example; -1 where nothing is read."""
+        first_S = self.option_S == 0
+        row_P = self.row_S[first_S]
+        if self.reads_RU.shape[1] == 0:
+            return row_P, torch.full_like(row_P, -1)
+        return row_P, self.reads_RU[row_P, self.slots_SK[first_S, 0]]
 
-    def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns the keyword arguments of the forward pass of a model of this dtype."""
-        if not self.branching:
-            return {"input_ids": self.input_ids_RL, "attention_mask": (self.ends_RL > 0).long()}
-        return {
-            "input_ids": self.input_ids_RL,
-            "position_ids": self.position_ids_RL,
-            "attention_mask": tree_mask(self.ends_RL, dtype),
-        }
+    def answer_reads(self) -> tuple[Tensor, Tensor]:
+        """Returns (row, position whose hidden state predicts it) of each answer token."""
+        row_T = self.row_S.unsqueeze(1).expand_as(self.slots_SK)[self.valid_SK]
+        return row_T, self.reads_RU[row_T, self.slots_SK[self.valid_SK]]
 
-    def passes(self) -> Iterator["Batch"]:
-        """Yields parts of the batch with so many rows that a forward pass has at most `MOST_TOKENS`; at least B rows.
-
-        A batch with one row for each example is as large as its maker wants it, and one part.
-        """
-        rows, length = self.input_ids_RL.shape
-        many = max(self.shape_BO[0], MOST_TOKENS // max(1, length))
-        if rows <= many:
-            yield self
-            return
-        row_S = self.row_S.cpu()
-        tensors = self._tensors()
-        for start in range(0, rows, many):
-            first, last = torch.searchsorted(row_S, torch.tensor([start, start + many])).tolist()
-            part = {name: x[start : start + many] for name, x in tensors.items() if name.endswith(("_RL", "_RU"))}
-            part |= {name: x[first:last] for name, x in tensors.items() if name.endswith(("_S", "_SK"))}
-            yield replace(self, **part | {"row_S": self.row_S[first:last] - start})
-
-    def repeated(self, copies: int) -> "Batch":
-        """Returns the batch with all rows and examples repeated `copies` times, block after block."""
+    def repeated(self, dtype: torch.dtype, copies: int = 1) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns (keyword arguments of the model, positions to read) of `copies` models of this dtype side by side."""
+        inputs = dict(self.inputs)
+        if self.ends_RL is not None:
+            inputs["attention_mask"] = tree_mask(self.ends_RL, dtype)
         if copies == 1:
-            return self
-        (examples, options), rows = self.shape_BO, len(self.input_ids_RL)
-        block_S = torch.arange(copies, device=self.row_S.device).repeat_interleave(len(self.row_S))
-        tiled = {name: x.repeat(copies, *[1] * (x.ndim - 1)) for name, x in self._tensors().items()}
-        tiled["row_S"] += rows * block_S
-        tiled["example_S"] += examples * block_S
-        return replace(self, **tiled, shape_BO=(copies * examples, options))
+            return inputs, self.reads_RU
+        repeated = {name: value.repeat(copies, *[1] * (value.ndim - 1)) for name, value in inputs.items()}
+        return repeated, self.reads_RU.repeat(copies, 1)
 
-    def to(self, device: torch.device) -> "Batch":
-        """Returns the batch with its tensors on `device`."""
-        return replace(self, **{name: x.to(device) for name, x in self._tensors().items()})
 
-    def _tensors(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+@dataclass(frozen=True)
+class Batch:
+    """Examples for the model, B of them with at most O options.
+
+    Attributes:
+        passes: the forward passes that they take; together these have all sequences, in order.
+        labels_B: int64, index of the correct option; None if any is unknown.
+        num_terms: number of terms of the loss: one for each example with a label, or for each answer token.
+        shape_BO: (B, O).
+        places: place of each example among those that the batches of a step were made of.
+    """
+
+    passes: Sequence[Pass]
+    labels_B: Tensor | None
+    num_terms: int
+    shape_BO: tuple[int, int]
+    places: Sequence[int]
+
+    def by_option(self, values_CS: Sequence[Tensor]) -> Tensor:
+        """Returns the values of sequences, (copies, S) for each pass, as (copies, B, O); -inf where there is none."""
+        table_CBO = values_CS[0].new_full((len(values_CS[0]), *self.shape_BO), float("-inf"))
+        for rows, own_CS in zip(self.passes, values_CS, strict=True):
+            table_CBO[:, rows.example_S, rows.option_S] = own_CS
+        return table_CBO
+
+
+MOST_TOKENS = 1 << 13
+"""Tokens of one copy in a forward pass, padding included, of rows that are several for an example."""
+
+
+def collated(
+    trees: Sequence[Sequence[TokenTree]],
+    answers: Sequence[Sequence[Sequence[int]]],
+    labels: Sequence[int | None],
+    places: Sequence[int],
+    *,
+    padding: int,
+    device: torch.device,
+) -> Batch:
+    """Returns the batch of examples, padded on the right.
+
+    A forward pass has at most `MOST_TOKENS` tokens, or a row for each example.
+
+    Args:
+        trees: the rows of each example; together they hold its sequences in order.
+        answers: for each example and sequence, the tokens that its places must predict.
+        labels: index of the correct option of each example; None: not known.
+        places: place of each example among all that batches are made of.
+        padding: token that fills rows up.
+        device: of the tensors.
+    """
+    rows = [(i, tree) for i, own in enumerate(trees) for tree in own]
+    sequences = [(i, j, tokens) for i, own in enumerate(answers) for j, tokens in enumerate(own)]
+    length, reads = _longest(tree.tokens for _, tree in rows), _longest(tree.reads for _, tree in rows)
+    answer = _longest(tokens for _, _, tokens in sequences)
+    packed = any(end < len(tree.tokens) for _, tree in rows for end in tree.ends)
+
+    def table(values: Sequence[Sequence[int]], width: int, fill: int = 0) -> Tensor:
+        return padded(values, fill, width).to(device)
+
+    def column(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values)).to(device)
+
+    passes: list[Pass] = []
+    many, done = max(len(trees), MOST_TOKENS // max(1, length)), 0
+    for start in range(0, len(rows), many):
+        examples, own = zip(*rows[start : start + many], strict=True)
+        slots = [(r, slots) for r, tree in enumerate(own) for slots in tree.slots]
+        asked = sequences[done : done + len(slots)]
+        done += len(slots)
+        inputs = {"input_ids": table([tree.tokens for tree in own], length, padding)}
+        if packed:
+            inputs["position_ids"] = table([tree.positions for tree in own], length)
+        else:
+            inputs["attention_mask"] = table([[1] * len(tree.tokens) for tree in own], length)
+        passes.append(
+            Pass(
+                inputs,
+                table([tree.ends for tree in own], length) if packed else None,
+                reads_RU=table([tree.reads for tree in own], reads),
+                row_S=column(r for r, _ in slots),
+                slots_SK=table([own_slots for _, own_slots in slots], answer),
+                tokens_SK=table([tokens for _, _, tokens in asked], answer),
+                valid_SK=table([[1] * len(tokens) for _, _, tokens in asked], answer).bool(),
+                example_S=column(i for i, _, _ in asked),
+                option_S=column(j for _, j, _ in asked),
+                example_R=examples,
+            )
+        )
+    known = [label for label in labels if label is not None]
+    labelled = len(known) == len(labels)
+    return Batch(
+        passes,
+        column(known) if labelled else None,
+        num_terms=len(known) if labelled else sum(len(tokens) for _, _, tokens in sequences),
+        shape_BO=(len(trees), _longest(answers)),
+        places=places,
+    )
+
+
+OVERHEAD_TOKENS = {"cpu": 64}
+"""Assumed cost of one more forward pass, in tokens of work; a guess for CPUs. On other devices no batch is divided."""
+
+
+def like_lengths(lengths: Sequence[int], rows: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Returns the division of a batch into parts with the least total cost, as lists of indices.
+
+    A part costs its longest length in tokens times its rows, plus `OVERHEAD_TOKENS`. The best parts are contiguous in
+    the order of lengths, so dynamic programming finds the best division of the first j examples from those of fewer.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    overhead = OVERHEAD_TOKENS.get(device.type)
+    if overhead is None:
+        return [order]
+    best: list[tuple[int, int]] = [(0, 0)]
+    for stop in range(1, len(order) + 1):
+        longest, count, options = lengths[order[stop - 1]], 0, []
+        for start in range(stop - 1, -1, -1):
+            count += rows[order[start]]
+            options.append((best[start][0] + longest * count + overhead, start))
+        best.append(min(options))
+    parts, stop = [], len(order)
+    while stop:
+        start = best[stop][1]
+        parts.append(order[start:stop])
+        stop = start
+    return parts[::-1]

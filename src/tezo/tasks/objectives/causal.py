@@ -6,19 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
 
-from tezo.directions.outputs import Outputs, Places
+from tezo.directions.outputs import of_tokens
+from tezo.directions.targets import device_of
+from tezo.forward.beside_weight import keeping_points
+from tezo.forward.engine import Continuing
 from tezo.models.loading import UNBOUNDED
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
-from tezo.tasks.objectives.batch import (
-    Batch,
-    TokenTree,
-    common_prefix,
-    packed_tree,
-)
+from tezo.tasks.objectives.batch import Batch, Pass, TokenTree, common_prefix, packed_tree
 from tezo.tasks.objectives.ends import ends_of
-from tezo.tasks.objectives.objective import Encoded, Objective, Terms
+from tezo.tasks.objectives.evaluators import Evaluator, base_of, logits_and_hidden_at, logits_at
+from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.objectives.packing import longest_packed, takes_packed
 
 MOST_PACKED = 512
 """Tokens of options in a packed row, or as many as its prompt has: each token is compared with the whole row."""
@@ -37,9 +38,13 @@ class CausalObjective(Objective):
 
     side_cut = "the beginning of the prompt"
 
-    def _prepare(self, model: Any) -> None:
-        self.ends = ends_of(self.tokenizer, model)
-        self._first = _put_first(self.tokenizer)
+    def __init__(
+        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
+    ) -> None:
+        super().__init__(tokenizer, device, max_length, options, model=model)
+        self.evaluator = CausalInTorch()
+        self.ends = ends_of(tokenizer, model)
+        self._first = _put_first(tokenizer)
         self._model: weakref.ref[Any] | None = None
         self._most: int | None = None
 
@@ -143,7 +148,9 @@ class CausalObjective(Objective):
         several = [e for e in encoded if len(e.sequences) > 1]
         if several and (self._model is None or self._model() is not model):
             longest = max(several, key=lambda e: e.length)
-            self.packs, self._most = self.evaluator.packed_length(model, longest.sequences[0])
+            # an engine shares prefixes by itself
+            self.packs = self.evaluator.engine is None and takes_packed(model, longest.sequences[0])
+            self._most = longest_packed(model)
             self._model = weakref.ref(model)
 
     def trees(self, encoded: Sequence[Encoded]) -> list[list[TokenTree]]:
@@ -170,71 +177,101 @@ class CausalObjective(Objective):
         sequences, answers = encoded.sequences[own], encoded.answers[own]
         return packed_tree(sequences, [self.asked(s, a)[0] for s, a in zip(sequences, answers, strict=True)])
 
-    def log_probs(self, model: Any, batch: Batch, copies: int = 1) -> tuple[Tensor, Tensor]:
-        """Returns the log-probabilities of the answer tokens, and whether each is the most likely token.
-
-        float32 or wider and bool, both (copies S, K), 0 and False where not valid.
-        """
-        return self.evaluator.log_probs(model, batch, copies)
-
-    def outputs(self, model: Any, batch: Batch, tokens_TC: Tensor | None = None, copies: int = 1) -> list[Outputs]:
-        if batch.labels_B is not None:
-            return super().outputs(model, batch, tokens_TC, copies)
-        places = torch.tensor(batch.places, device=batch.example_S.device)
-        example_T = places[batch.example_S].repeat_interleave(batch.valid_SK.sum(1))
-        found = self.evaluator.likely(model, batch, tokens_TC, copies)
-        return [Outputs(scores_TC, torch.zeros_like(example_T), example_T, own_TC) for scores_TC, own_TC in found]
-
-    def places(self, batch: Batch, start: int) -> list[Places | None]:
-        if batch.labels_B is not None:
-            return super().places(batch, start)
-        found: list[Places | None] = []
-        for part in batch.passes():
-            row_T = part.row_S.unsqueeze(1).expand_as(part.slots_SK)[part.valid_SK]
-            position_T = part.reads_RU[row_T, part.slots_SK[part.valid_SK]]
-            place_T = start + torch.arange(len(row_T))
-            examples_R = torch.tensor(part.examples_of_rows())
-            found.append(Places(row_T, position_T, torch.zeros_like(row_T), place_T, examples_R))
-            start += len(row_T)
-        return found
-
-    def _position(self, part: Batch, first_S: Tensor, row_P: Tensor) -> Tensor:
-        return part.reads_RU[row_P, part.slots_SK[first_S, 0]]
-
-    def _stop(self, position_P: Tensor, length_P: Tensor) -> Tensor:
-        del length_P
-        return position_P + 1
-
-    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
-        chosen, _ = self.log_probs(model, batch, copies)
-        return _by_option(chosen, batch.repeated(copies))
-
-    def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        chosen, hidden_BD = self.evaluator.log_probs_and_hidden(model, batch)
-        return _by_option(chosen, batch), hidden_BD
-
-    def terms(self, model: Any, batch: Batch, copies: int = 1) -> Terms:
-        if batch.labels_B is not None:
-            return super().terms(model, batch, copies)
-        chosen, _ = self.log_probs(model, batch, copies)
-        examples_T = batch.example_S.repeat_interleave(batch.tokens_SK.shape[1])
-        return Terms(-chosen.view(copies, -1), examples_T, batch.shape_BO[0])
-
-    def summands(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
-        count = sum(batch.num_terms for batch in batches)
-        for batch in batches:
-            yield self.terms(model, batch).values_CT.sum(1)[0] / count
-
-
-def _by_option(chosen_SK: Tensor, batch: Batch) -> Tensor:
-    """Returns the mean log-probability of the tokens of each option, (B, O); -inf where an example has fewer."""
-    table = chosen_SK.new_full(batch.shape_BO, float("-inf"))
-    table[batch.example_S, batch.option_S] = chosen_SK.sum(1) / batch.valid_SK.sum(1)
-    return table
-
 
 def _put_first(tokenizer: Any) -> list[int]:
     """Returns the tokens that a tokenizer puts in front of a text; what it puts behind one would precede the answer."""
     whole, own = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (True, False))
     starts = range(len(whole) - len(own) + 1)
     return whole[: next((start for start in starts if whole[start : start + len(own)] == own), 0)]
+
+
+class CausalInTorch(Evaluator):
+    """Causal models: an option's score is the mean log-probability of its tokens."""
+
+    causal = True
+
+    def option_scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        means = []
+        for rows in batch.passes:
+            logits_XUV = logits_at(model, *rows.repeated(model.dtype, copies))
+            means.append(_log_probs(logits_XUV, rows, copies).sum(2) / rows.valid_SK.sum(1))
+        return batch.by_option(means)
+
+    def token_log_probs(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        found = []
+        for rows in batch.passes:
+            logits_XUV = logits_at(model, *rows.repeated(model.dtype, copies))
+            found.append(_log_probs(logits_XUV, rows, copies))
+        return torch.cat(found, 1)
+
+    def token_hits(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        found, hits = [], []
+        for rows in batch.passes:
+            logits_RUV = logits_at(model, *rows.repeated(model.dtype))
+            likeliest_SK = logits_RUV.argmax(-1)[rows.row_S.unsqueeze(1), rows.slots_SK]
+            found.append(_log_probs(logits_RUV, rows, 1)[0])
+            hits.append((likeliest_SK == rows.tokens_SK) & rows.valid_SK)
+        return torch.cat(found), torch.cat(hits)
+
+    def likely_tokens(
+        self, model: Any, batch: Batch, tokens_TC: Tensor | None, copies: int = 1
+    ) -> list[tuple[Tensor, Tensor]]:
+        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(copies)]
+        start = 0
+        for rows in batch.passes:
+            right_T = rows.tokens_SK[rows.valid_SK]
+            asked = None if tokens_TC is None else tokens_TC[start : start + len(right_T)]
+            start += len(right_T)
+            logits_XUV = logits_at(model, *rows.repeated(model.dtype, copies))
+            for own, logits_RUV in zip(found, logits_XUV.chunk(copies), strict=True):
+                logits_TV = logits_RUV[rows.row_S.unsqueeze(1), rows.slots_SK][rows.valid_SK]
+                own.append(of_tokens(logits_TV.log_softmax(-1), right_T.to(logits_TV.device), asked))
+        return [(torch.cat([s for s, _ in own]), torch.cat([t for _, t in own])) for own in found]
+
+    def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        means, hidden = [], []
+        for rows in batch.passes:
+            logits_RUV, hidden_RUD = logits_and_hidden_at(model, *rows.repeated(model.dtype))
+            first_S = rows.option_S == 0
+            means.append(_log_probs(logits_RUV, rows, 1).sum(2) / rows.valid_SK.sum(1))
+            hidden.append(hidden_RUD[rows.row_S[first_S], rows.slots_SK[first_S, 0]])
+        return batch.by_option(means)[0], torch.cat(hidden)
+
+    def continuations(
+        self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing, copies: int = 1
+    ) -> list[list[list[int]]]:
+        length, device, noisy = max(map(len, prompts)), device_of(model), wanted.noisy
+        padding = [(tokenizer.pad_token_id,) * (length - len(prompt)) for prompt in prompts]
+        padded_BL = torch.tensor([own + tuple(p) for own, p in zip(padding, prompts, strict=True)], device=device)
+        mask_BL = torch.tensor([[0] * len(own) + [1] * (length - len(own)) for own in padding], device=device)
+        more: dict[str, Any] = {"stop_strings": ["\n"], "tokenizer": tokenizer} if wanted.one_line else {}
+        if noisy is not None:
+            rows = range(len(prompts))
+
+            def sample(ids: Tensor, scores: Tensor) -> Tensor:
+                return torch.cat([noisy(own, rows, ids.shape[1] - length) for own in scores.chunk(copies)])
+
+            more["logits_processor"] = LogitsProcessorList([sample])
+        base = base_of(model)
+        kept = base.generation_config  # `generate` would add its penalties, limits, and tokens forced or suppressed
+        base.generation_config = GenerationConfig(
+            bos_token_id=kept.bos_token_id, eos_token_id=list(wanted.ends) or None
+        )
+        try:
+            with keeping_points():
+                output = model.generate(
+                    input_ids=padded_BL.repeat(copies, 1),
+                    attention_mask=mask_BL.repeat(copies, 1),
+                    max_new_tokens=wanted.most,
+                    pad_token_id=tokenizer.pad_token_id,
+                    **more,
+                )
+        finally:
+            base.generation_config = kept
+        return [own.tolist() for own in output[:, length:].chunk(copies)]
+
+
+def _log_probs(logits_XUV: Tensor, rows: Pass, copies: int) -> Tensor:
+    """Returns the log-probabilities of the answer tokens of each copy, (copies, S, K); 0 where not valid."""
+    log_probs_CRUV = logits_XUV.reshape(copies, len(rows.reads_RU), *logits_XUV.shape[1:]).log_softmax(-1)
+    return log_probs_CRUV[:, rows.row_S.unsqueeze(1), rows.slots_SK, rows.tokens_SK] * rows.valid_SK

@@ -1,7 +1,7 @@
-"""Objectives of encoders: by comparing embeddings, or by the logits of a trained classification head."""
+"""The objective of encoders: they answer by comparing the text with descriptions of the labels."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -9,12 +9,32 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.system.errors import RequestError
+from tezo.tasks.examples import Example
 from tezo.tasks.objectives.batch import Batch
-from tezo.tasks.objectives.masked import WholeTextObjective
-from tezo.tasks.objectives.readers import no_cache, of_text
+from tezo.tasks.objectives.evaluators import Evaluator, of_text
+from tezo.tasks.objectives.objective import Encoded, Objective
 
 SCALE = 20.0
 """Factor of the cosine before the softmax, the default of sentence-transformers' ranking loss."""
+
+
+class WholeTextObjective(Objective):
+    """An objective whose options are not part of the example's tokens."""
+
+    side_cut = "the end of the text"
+
+    def _encode(self, example: Example) -> Encoded:
+        ids = list(self.tokenizer(example.prompt)["input_ids"])
+        if not ids:
+            raise RequestError(
+                f"{example.where}: its text has no token, and the tokenizer adds none; leave the row out."
+            )
+        over = len(ids) - self.max_length
+        if over > 0:
+            end = len(ids) - (ids[-1] in self.tokenizer.all_special_ids)  # a special token at the end stays
+            del ids[end - over : end]
+            self.cuts.add(over, example.where)
+        return Encoded((tuple(ids),), (0,), example)
 
 
 class EncoderObjective(WholeTextObjective):
@@ -26,54 +46,72 @@ class EncoderObjective(WholeTextObjective):
     training is zero-shot accuracy. The tuned model also encodes the descriptions.
     """
 
-    def _prepare(self, model: Any) -> None:
-        del model
-        described = self.tokenizer(list(self.options), padding=True, return_tensors="pt")
-        for option, length in zip(self.options, described["attention_mask"].sum(1).tolist(), strict=True):
-            if length > self.max_length:
+    def __init__(
+        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
+    ) -> None:
+        super().__init__(tokenizer, device, max_length, options, model=model)
+        described = tokenizer(list(options), padding=True, return_tensors="pt")
+        for option, length in zip(options, described["attention_mask"].sum(1).tolist(), strict=True):
+            if length > max_length:
                 raise RequestError(
-                    f"data.label_words: {option[:40]!r}... has {length} tokens, above the limit of {self.max_length}; "
+                    f"data.label_words: {option[:40]!r}... has {length} tokens, above the limit of {max_length}; "
                     "shorten it, or raise data.max_length if the model takes more."
                 )
         self._check_known(described["input_ids"].flatten().tolist(), "data.label_words")
+        names = ("input_ids", "attention_mask")
+        self.evaluator = EncoderInTorch({name: described[name].to(device) for name in names})
+
+
+class EncoderInTorch(Evaluator):
+    """Encoders: see `EncoderObjective`.
+
+    Outside of `sharing` each text is compared with descriptions under its perturbation, and inside it all texts of a
+    copy with the same ones.
+
+    Args:
+        descriptions: keyword arguments of the model for the descriptions of the O labels, (O, tokens) each.
+    """
+
+    def __init__(self, descriptions: Mapping[str, Tensor]) -> None:
+        self.descriptions = descriptions
+        self.shared_rows, self.shared_tokens = len(descriptions["input_ids"]), descriptions["input_ids"].numel()
         self._labels_COD: Tensor | None = None
-        self.descriptions = {name: described[name].to(self.device) for name in ("input_ids", "attention_mask")}
-        self.shared_tokens = self.descriptions["input_ids"].numel()
-        self.shared_rows = len(self.descriptions["input_ids"])
 
     @contextmanager
     def sharing(self, model: Any, copies: int = 1) -> Iterator[None]:
-        self._labels_COD = self._described(model, copies)
+        self._labels_COD = mean_pooled(model, **self._repeated(copies)).view(copies, self.shared_rows, -1)
         try:
             yield
         finally:
             self._labels_COD = None
 
-    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
-        texts_TD = mean_pooled(model, **batch.repeated(copies).inputs(model.dtype))
-        return self._scores(model, texts_TD, batch.shape_BO[0], copies)
-
-    def _scores(self, model: Any, texts_TD: Tensor, examples: int, copies: int) -> Tensor:
-        texts_TD = functional.normalize(texts_TD, dim=-1)
-        if self._labels_COD is None:  # each text is compared with descriptions under its own perturbation
-            labels_TOD = functional.normalize(self._described(model, copies * examples), dim=-1)
-            return SCALE * (labels_TOD @ texts_TD.unsqueeze(-1)).squeeze(-1)
-        texts_CBD = texts_TD.reshape(copies, examples, -1)
-        scores_CBO: Tensor = SCALE * texts_CBD @ functional.normalize(self._labels_COD, dim=-1).mT
-        return scores_CBO.flatten(0, 1)
-
-    def example_passes(self, batch: Batch) -> list[list[int]]:
-        described = [example for example in range(batch.shape_BO[0]) for _ in self.options]
-        return [*super().example_passes(batch), described]
+    def option_scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        (rows,) = batch.passes
+        inputs, _ = rows.repeated(model.dtype, copies)
+        texts_XD = mean_pooled(model, **inputs)
+        if self._labels_COD is not None:
+            return _cosines(texts_XD.view(copies, -1, texts_XD.shape[1]), self._labels_COD)
+        labels_XD = mean_pooled(model, **self._repeated(len(texts_XD)))
+        labels_XOD = functional.normalize(labels_XD.view(len(texts_XD), self.shared_rows, -1), dim=-1)
+        scores_XO1 = SCALE * (labels_XOD @ functional.normalize(texts_XD, dim=-1).unsqueeze(-1))
+        return scores_XO1.view(copies, -1, self.shared_rows)
 
     def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        texts_BD = mean_pooled(model, **batch.inputs(model.dtype))
-        return self._scores(model, texts_BD, len(texts_BD), 1), texts_BD
+        (rows,) = batch.passes
+        inputs, _ = rows.repeated(model.dtype)
+        with self.sharing(model) if self._labels_COD is None else nullcontext():
+            assert self._labels_COD is not None
+            texts_BD = mean_pooled(model, **inputs)
+            return _cosines(texts_BD.unsqueeze(0), self._labels_COD)[0], texts_BD
 
-    def _described(self, model: Any, copies: int) -> Tensor:
-        """Returns the descriptions as encoded by each copy, (copies, O, D)."""
-        repeated = {name: value.repeat(copies, 1) for name, value in self.descriptions.items()}
-        return mean_pooled(model, **repeated).reshape(copies, len(self.options), -1)
+    def _repeated(self, copies: int) -> dict[str, Tensor]:
+        return {name: value.repeat(copies, 1) for name, value in self.descriptions.items()}
+
+
+def _cosines(texts_CBD: Tensor, labels_COD: Tensor) -> Tensor:
+    """Returns the scaled cosine of each text of a copy and each label, (copies, B, O)."""
+    texts_CBD, labels_COD = (functional.normalize(own, dim=-1) for own in (texts_CBD, labels_COD))
+    return SCALE * texts_CBD @ labels_COD.mT
 
 
 def mean_pooled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -88,44 +126,3 @@ def mean_over_tokens(hidden_BLD: Tensor, attention_mask: Tensor) -> Tensor:
     weights_BL1 = attention_mask.unsqueeze(-1).to(wide)
     pooled_BD: Tensor = (hidden_BLD.to(wide) * weights_BL1).sum(1) / weights_BL1.sum(1)
     return pooled_BD
-
-
-class ClassifierObjective(WholeTextObjective):
-    """An option is a class of the head and its score the logit of that class; the loss is their cross-entropy.
-
-    `classes`: those of the head, in the order of its logits. The other arguments are those of `Objective`.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        device: torch.device,
-        max_length: int,
-        options: Sequence[str],
-        classes: Sequence[str],
-        *,
-        model: Any = None,
-    ) -> None:
-        super().__init__(tokenizer, device, max_length, options, model=model)
-        unknown = [option for option in options if option not in classes]
-        if unknown:
-            raise RequestError(
-                f"data.label_words: {unknown[0]!r} is not a class of this model's head, whose classes are "
-                f"{', '.join(classes)}; give each label one of them."
-            )
-        self.columns_O = torch.tensor([list(classes).index(option) for option in options], device=device)
-
-    def option_tokens(self, option: str) -> tuple[int, ...]:
-        return (self.options.index(option),)
-
-    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
-        return self._scores(model(**batch.repeated(copies).inputs(model.dtype), **no_cache(model)).logits)
-
-    def _scores(self, logits: Tensor) -> Tensor:
-        wide: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return wide[:, self.columns_O]
-
-    def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        inputs = batch.inputs(model.dtype)
-        found = model(**inputs, **no_cache(model), output_hidden_states=True)
-        return self._scores(found.logits), mean_over_tokens(found.hidden_states[-1], inputs["attention_mask"])

@@ -1,4 +1,4 @@
-"""Objective of masked models, which answer by filling in a mask, and the base of objectives that read one text."""
+"""The objective of masked models: they answer by filling in a mask."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from torch import Tensor
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.batch import Batch
+from tezo.tasks.objectives.evaluators import Evaluator, logits_and_hidden_at, logits_at
 from tezo.tasks.objectives.objective import Encoded, Objective
-from tezo.tasks.objectives.readers import logits_and_hidden_at, logits_at
 
 
 class MaskedObjective(Objective):
@@ -18,13 +18,15 @@ class MaskedObjective(Objective):
 
     side_cut = "the longer side of the mask, at its far end"
 
-    def _prepare(self, model: Any) -> None:
-        del model
-        if self.tokenizer.mask_token is None:
+    def __init__(
+        self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
+    ) -> None:
+        super().__init__(tokenizer, device, max_length, options, model=model)
+        if tokenizer.mask_token is None:
             raise RequestError("model.kind is masked, but the tokenizer has no mask token; choose another model.")
-        words = [self._word(option) for option in self.options]
+        words = [self._word(option) for option in options]
         self._check_known(words, "data.label_words")
-        self.words_O = torch.tensor(words, device=self.device)
+        self.evaluator = MaskedInTorch(torch.tensor(words, device=device))
 
     def _word(self, option: str) -> int:
         ids = self.tokenizer(option, add_special_tokens=False)["input_ids"]
@@ -62,33 +64,23 @@ class MaskedObjective(Objective):
         mask = self.tokenizer.mask_token_id
         return [list(sequence).index(mask)], [mask]
 
-    def scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
-        batch = batch.repeated(copies)
-        return logits_at(model, batch.inputs(model.dtype), batch.reads_RU)[:, 0, self.words_O]
 
-    def _position(self, part: Batch, first_S: Tensor, row_P: Tensor) -> Tensor:
-        del first_S
-        return part.reads_RU[row_P, 0]
+class MaskedInTorch(Evaluator):
+    """Masked models: an option's score is the logit of its word at the mask, the one position that is read.
+
+    Args:
+        words_O: int64, the token of each option.
+    """
+
+    def __init__(self, words_O: Tensor) -> None:
+        self.words_O = words_O
+
+    def option_scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
+        (rows,) = batch.passes
+        logits_XUV = logits_at(model, *rows.repeated(model.dtype, copies))
+        return logits_XUV[:, 0, self.words_O].view(copies, -1, len(self.words_O))
 
     def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits, hidden = logits_and_hidden_at(model, batch.inputs(model.dtype), batch.reads_RU)
-        return logits[:, 0, self.words_O], hidden[:, 0]
-
-
-class WholeTextObjective(Objective):
-    """An objective whose options are not part of the example's tokens."""
-
-    side_cut = "the end of the text"
-
-    def _encode(self, example: Example) -> Encoded:
-        ids = list(self.tokenizer(example.prompt)["input_ids"])
-        if not ids:
-            raise RequestError(
-                f"{example.where}: its text has no token, and the tokenizer adds none; leave the row out."
-            )
-        over = len(ids) - self.max_length
-        if over > 0:
-            end = len(ids) - (ids[-1] in self.tokenizer.all_special_ids)  # a special token at the end stays
-            del ids[end - over : end]
-            self.cuts.add(over, example.where)
-        return Encoded((tuple(ids),), (0,), example)
+        (rows,) = batch.passes
+        logits_BUV, hidden_BUD = logits_and_hidden_at(model, *rows.repeated(model.dtype))
+        return logits_BUV[:, 0, self.words_O], hidden_BUD[:, 0]

@@ -1,0 +1,94 @@
+"""The interfaces of closures: losses of several models in one pass, losses of each row, outputs of each row.
+
+Any function that returns a loss is a closure. One that is more lets an estimator ask for more: `Losses` is enough for
+two-point steps, `RowLosses` for steps that compare rows or perturb each differently, `RowOutputs` for those that fit a
+model of the scores. `tezo.closure` and the objectives of `tezo.tasks` make closures that are all three.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from tezo.directions.outputs import Outputs, Rows
+
+Closure = Callable[[], Tensor | float]
+
+NO_OUTPUTS = (
+    "this method needs the outputs of each row, and the closure returns only a loss; give one of tezo.closure(model, "
+    "batch), or choose another method."
+)
+
+
+class Losses(ABC):
+    """An objective on rows, of which one forward pass can evaluate several perturbed models.
+
+    A pass has the rows of one model `copies` times, block after block.
+    """
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Largest number of tokens, padding included, of a forward pass for one model."""
+
+    @property
+    def most_copies(self) -> int | None:
+        """Number of models that whatever runs the passes computes side by side; None: by the number of tokens."""
+        return None
+
+    @abstractmethod
+    def losses(self, copies: int) -> Tensor:
+        """Returns the loss of each of `copies` models: (copies,), float32 or wider."""
+
+    def summands(self) -> Iterator[Tensor]:
+        """Yields scalars whose sum is the loss of one model, computed in turn, no two of which share a graph."""
+        yield self.losses(1)[0]
+
+    def __call__(self) -> Tensor:
+        """Returns the loss of one model: scalar, float32 or wider."""
+        return self.losses(1)[0]
+
+
+class RowLosses(Losses):
+    """Losses that can be told apart by example."""
+
+    @property
+    @abstractmethod
+    def examples(self) -> int:
+        """Number of examples."""
+
+    @property
+    def example_tokens(self) -> int:
+        """As `tokens`, where each example has its own perturbations and shares no input with others."""
+        return self.tokens
+
+    @abstractmethod
+    def example_losses(self, copies: int) -> Tensor:
+        """Returns the loss of each example for each copy, (copies, examples); their mean is the objective."""
+
+    @abstractmethod
+    def example_passes(self) -> Sequence[Sequence[int]]:
+        """Returns, for each forward pass of `example_losses`, the example of each row of one copy.
+
+        Raises:
+            RequestError: the rows of a pass are not known before it.
+        """
+
+
+class RowOutputs(Rows, Losses):
+    """Losses whose rows' scores can be read: a loss is the mean over the places of `Outputs`."""
+
+    @property
+    def held_out(self) -> "RowOutputs | None":
+        """Rows that nothing is fitted to, by which a step may be shortened; None: there are none."""
+        return None
+
+    def outputs_of(self, copies: int, like: Outputs | None = None) -> list[Outputs]:
+        """Returns the outputs of each of `copies` models, more than one only where `most_copies` allows it.
+
+        Args:
+            copies: number of models.
+            like: earlier outputs of these rows, whose classes are taken; None: those that are likely now.
+        """
+        del copies
+        return [self.outputs(like)]
