@@ -14,10 +14,10 @@ from tezo.directions.bases.basis import Source
 from tezo.directions.outputs import Outputs, fitted_bias
 from tezo.directions.targets import select_targets
 from tezo.methods.gauss_newton import gauss_newton
-from tezo.newton import basis as looking
 from tezo.newton import labels as regressions
-from tezo.newton.basis import ErrorBasis
+from tezo.newton import look as looking
 from tezo.newton.labels import Layout, common, contrasts, regress
+from tezo.newton.look import ErrorBasis
 from tezo.newton.recording import AddedVectors
 from tezo.system.errors import RequestError
 from tezo.training.config import parse_config

@@ -10,7 +10,7 @@ from trainers import trainer
 
 import tezo
 from tezo.methods import AUTO, BASELINES, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS
-from tezo.optim.base_optimizer import DEFAULT, GIVEN, RESOLVED
+from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED
 from tezo.runs.step_log import read_log
 from tezo.training.config import parse_config
 from tezo.training.job import prepare

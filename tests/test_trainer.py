@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 import tezo
 from tezo.methods import METHODS
 from tezo.models.quantization import stay_packed
-from tezo.optim.base_optimizer import RESOLVED
+from tezo.optim.settings import RESOLVED
 from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.trainer.loss import StepLoss

@@ -19,12 +19,12 @@ from tezo.directions.spaces import (
     CoefficientDraw,
     Core,
     Direction,
-    FixedCoefficient,
     FixedFactors,
     LowRank,
     OwnNumbers,
     SignedNumbers,
     TransposedLowRank,
+    Zeros,
 )
 from tezo.directions.targets import Target
 from tezo.system.errors import RequestError
@@ -42,11 +42,13 @@ class Interval:
 
     Attributes:
         key: (seed, refresh step).
+        zero: of their coefficients.
         origin: zero of their space: a direction has another coefficient and the same factors.
         proposals_JR: coefficients that the basis proposes; None: they are drawn.
     """
 
     key: tuple[int, int]
+    zero: Zeros
     origin: FixedFactors
     proposals_JR: Tensor | None
 
@@ -93,6 +95,9 @@ class LowRankPerturbation(Perturbation):
             for role in self.fixed(target)
         )
 
+    def refresh_step(self, step: int) -> int:
+        return 0 if self.interval is None else step - step % self.interval
+
     def refresh(self, target: Target, key: DrawKey) -> FixedFactors | None:
         if target.name not in self._ranks:
             return None
@@ -112,7 +117,7 @@ class LowRankPerturbation(Perturbation):
         if interval.proposals_JR is not None and key.index < len(interval.proposals_JR):
             drawn = interval.origin.with_coefficient(interval.proposals_JR[key.index])
         else:
-            drawn = replace(interval.origin, draw=self.draw(target, key, interval.origin))
+            drawn = replace(interval.origin, draw=self.draw(target, key, interval.zero))
         start = interval.key[1]
         if start == key.step > 0:
             before = partial(self._placed, target, key.seed, self.refresh_step(start - 1))
@@ -125,19 +130,24 @@ class LowRankPerturbation(Perturbation):
         kept = self._kept.get(target.name)
         if kept is not None and kept.key == (key.seed, start):
             return kept
-        origin = self.origin(target, start, self._placed(target, key.seed, start))
+        zero = Zeros(self.shape(target), target.state_dtype, target.device)
+        origin = self.origin(target, zero, start, self._placed(target, key.seed, start))
         proposals_JR = self.proposals(start)
         if proposals_JR is not None:
             proposals_JR = proposals_JR[:, : self._ranks[target.name]].to(target.device, target.state_dtype)
-        return Interval((key.seed, start), origin, proposals_JR)
+        return Interval((key.seed, start), zero, origin, proposals_JR)
 
     @abstractmethod
-    def origin(self, target: Target, refresh_step: int, factors: Mapping[str, Tensor]) -> FixedFactors:
-        """Returns zero of the space of directions with these fixed factors; its coefficient takes no memory."""
+    def shape(self, target: Target) -> tuple[int, ...]:
+        """Returns the shape of a coefficient."""
 
     @abstractmethod
-    def draw(self, target: Target, key: DrawKey, origin: FixedFactors) -> CoefficientDraw:
-        """Returns the draw of the coefficient of a direction."""
+    def origin(self, target: Target, zero: Zeros, refresh_step: int, factors: Mapping[str, Tensor]) -> FixedFactors:
+        """Returns zero of the space of directions with these fixed factors."""
+
+    @abstractmethod
+    def draw(self, target: Target, key: DrawKey, zero: Zeros) -> CoefficientDraw:
+        """Returns the draw of the coefficient of a direction, which is like `zero`."""
 
     def proposals(self, refresh_step: int) -> Tensor | None:
         """Returns coefficients that the basis proposes, (J, rank); None: they are drawn."""
@@ -164,11 +174,6 @@ def _factor_dtype(target: Target) -> torch.dtype:
     return stored if stored.is_floating_point else torch.float32
 
 
-def _zero(target: Target, *shape: int) -> FixedCoefficient:
-    """Returns a coefficient of zeros that takes no memory."""
-    return FixedCoefficient(torch.zeros((), dtype=target.state_dtype, device=target.device).expand(shape))
-
-
 class Lazy(LowRankPerturbation):
     """LOZO's Z_t = U_t V_k^T: u_MR is drawn every step, v_NR once per interval, or once per run.
 
@@ -178,23 +183,26 @@ class Lazy(LowRankPerturbation):
 
     draws = LowRank
 
-    def origin(self, target: Target, refresh_step: int, factors: Mapping[str, Tensor]) -> LowRank:
-        (role,), rank, v_IR, dtype = self.fixed(target), self._ranks[target.name], factors["v"], target.state_dtype
-        gram: float | Tensor = len(v_IR) * self._factor(rank) ** 2
+    def shape(self, target: Target) -> tuple[int, ...]:
+        (role,) = self.fixed(target)
+        return target.matrix_shape[0 if role == "v" else 1], self._ranks[target.name]
+
+    def origin(self, target: Target, zero: Zeros, refresh_step: int, factors: Mapping[str, Tensor]) -> LowRank:
+        (role,), v_IR = self.fixed(target), factors["v"]
+        gram: float | Tensor = len(v_IR) * self._factor(self._ranks[target.name]) ** 2
         if self.basis.data_dependent:  # columns are orthogonal; their lengths may differ
-            gram = v_IR.to(dtype).square().sum(0).clamp_min(torch.finfo(dtype).tiny)  # of columns of zeros
-        kind, rows = (LowRank, 0) if role == "v" else (TransposedLowRank, 1)
-        zero = _zero(target, target.matrix_shape[rows], rank)
+            gram = v_IR.to(zero.dtype).square().sum(0).clamp_min(torch.finfo(zero.dtype).tiny)  # of columns of zeros
+        kind = LowRank if role == "v" else TransposedLowRank
         return kind(draw=zero, v_NR=v_IR, refresh_step=refresh_step, gram=gram)
 
-    def draw(self, target: Target, key: DrawKey, origin: FixedFactors) -> SignedNumbers:
-        like, draw_key = origin.coefficient, key.of(target.name, "u")
+    def draw(self, target: Target, key: DrawKey, zero: Zeros) -> SignedNumbers:
+        draw_key = key.of(target.name, "u")
 
         def draw() -> Tensor:
             # M x r numbers every step are too many for the CPU; like dense noise they are drawn on the weight's device
-            return fill_normal_(torch.empty(like.shape, dtype=like.dtype, device=like.device), **draw_key)
+            return fill_normal_(torch.empty(zero.shape, dtype=zero.dtype, device=zero.device), **draw_key)
 
-        return SignedNumbers(draw, Signs(len(like), draw_key))
+        return SignedNumbers(draw, Signs(zero.shape[0], draw_key))
 
     def fixed(self, target: Target) -> tuple[Role, ...]:
         return ((target.input_role or "v") if self.basis.data_dependent else "v",)
@@ -214,16 +222,12 @@ class BothSides(LowRankPerturbation):
     purpose: ClassVar[str]
     """Name of the draw of the coefficient."""
 
-    def origin(self, target: Target, refresh_step: int, factors: Mapping[str, Tensor]) -> BothFixed:
-        zero = _zero(target, *self.shape(self._ranks[target.name]))
+    def origin(self, target: Target, zero: Zeros, refresh_step: int, factors: Mapping[str, Tensor]) -> BothFixed:
+        del target
         return self.draws(draw=zero, u_MR=factors["u"], v_NR=factors["v"], refresh_step=refresh_step)
 
-    def draw(self, target: Target, key: DrawKey, origin: FixedFactors) -> OwnNumbers:
-        return OwnNumbers(partial(normal, **key.of(target.name, self.purpose)), origin.coefficient)
-
-    @abstractmethod
-    def shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape of the coefficient."""
+    def draw(self, target: Target, key: DrawKey, zero: Zeros) -> OwnNumbers:
+        return OwnNumbers(partial(normal, **key.of(target.name, self.purpose)), zero)
 
 
 class Subspace(BothSides):
@@ -236,8 +240,8 @@ class Subspace(BothSides):
     draws = Core
     purpose = "core"
 
-    def shape(self, rank: int) -> tuple[int, ...]:
-        return rank, rank
+    def shape(self, target: Target) -> tuple[int, ...]:
+        return self._ranks[target.name], self._ranks[target.name]
 
     def draw_factors(self, target: Target, seed: int, refresh_step: int) -> dict[str, Tensor]:
         rank = self._ranks[target.name]
@@ -255,8 +259,8 @@ class Temporal(BothSides):
     draws = CP
     purpose = "tau"
 
-    def shape(self, rank: int) -> tuple[int, ...]:
-        return (rank,)
+    def shape(self, target: Target) -> tuple[int, ...]:
+        return (self._ranks[target.name],)
 
     def num_directions(self, most: int) -> int:
         proposals = self._known_proposals()

@@ -39,8 +39,9 @@ class Perturbation(ABC):
         del targets
 
     def refresh_step(self, step: int) -> int:
-        """Returns the first step that has the fixed factors of `step`."""
-        return 0 if self.interval is None else step - step % self.interval
+        """Returns the first step that has the fixed factors of `step`; here there are none."""
+        del step
+        return 0
 
     def refresh(self, target: Target, key: DrawKey) -> FixedFactors | None:
         """Keeps what directions for `target` have in common from the step of `key` on; its basis has been refreshed.

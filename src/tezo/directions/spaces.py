@@ -87,16 +87,25 @@ class FixedCoefficient(CoefficientDraw):
         return self.coefficient
 
 
+class Zeros(CoefficientDraw):
+    """The coefficient of zero, which takes no memory: its shape, dtype and device."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+
+    def __call__(self, examples: Sequence[int]) -> Tensor:
+        return torch.zeros(len(examples), *self.shape, dtype=self.dtype, device=self.device)
+
+
 class OwnNumbers(CoefficientDraw):
     """Coefficients cut from one stream of numbers, in the order of the examples; for few numbers, which are kept.
 
-    `draw` returns the first numbers of the stream, of a given shape; a coefficient has the shape, dtype and device of
-    `like`.
+    `draw` returns the first numbers of the stream, of a given shape; a coefficient is like `zero`.
     """
 
-    def __init__(self, draw: Callable[[tuple[int, ...]], Tensor], like: Tensor) -> None:
-        self._draw, self._shape = draw, like.shape
-        self._drawn = like.new_empty(0)
+    def __init__(self, draw: Callable[[tuple[int, ...]], Tensor], zero: Zeros) -> None:
+        self._draw, self._shape = draw, zero.shape
+        self._drawn = torch.empty(0, device=zero.device, dtype=zero.dtype)
 
     def __call__(self, examples: Sequence[int]) -> Tensor:
         count = 1 + max(examples)

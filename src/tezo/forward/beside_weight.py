@@ -137,8 +137,7 @@ class InForward(PerturbedParameter):
                 self.frozen, self.compression_error = low_rank(left, right), self.compression_error + lost
             self._changed = False
         if self.change is None or (not self._changed and self.change.v_NR is not origin.v_NR):
-            like = origin.coefficient
-            self.change = origin.with_coefficient(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
+            self.change = origin.with_coefficient(origin.draw.of(0))
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
         self.shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
@@ -220,14 +219,13 @@ class InForward(PerturbedParameter):
 
     def load_state(self, origin: Callable[[int | None], FixedFactors | None], state: Mapping[str, Tensor]) -> None:
         self._forget()
+        place = self.target.device, self.target.state_dtype
         if "coefficient" in state:
             zero = origin(int(state["refresh_step"]) if "refresh_step" in state else None)
             assert zero is not None
-            like = zero.coefficient
-            self.change = zero.with_coefficient(state["coefficient"].to(like.device, like.dtype).clone())
+            self.change = zero.with_coefficient(state["coefficient"].to(*place).clone())
             self._changed = True
         if "frozen_left" in state:
-            place = self.target.device, self.target.state_dtype
             self.frozen = low_rank(*(state[key].to(*place).clone() for key in ("frozen_left", "frozen_right")))
             self.compression_error = float(state["frozen_lost"])
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tezo.directions.bases.activation import ActivationBasis
 from tezo.directions.bases.basis import Basis, GaussianBasis, OrthonormalBasis
-from tezo.newton.basis import ErrorBasis
+from tezo.newton.look import ErrorBasis
 from tezo.system.errors import RequestError, nearest
 
 BASES: dict[str, Callable[[], Basis]] = {

@@ -8,7 +8,7 @@ from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Lazy, Scale
 from tezo.directions.ranks import FixedRank
 from tezo.methods.bases import find_basis
-from tezo.optim.checks import check_rate
+from tezo.optim.base_optimizer import check_rate
 from tezo.optim.estimators.feedback import DirectFeedback
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.options import Common, with_settings

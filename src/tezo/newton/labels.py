@@ -1,4 +1,4 @@
-"""Labelled rows: regressions from inputs of layers to the errors of the outputs, and the directions along them.
+"""Regressions from inputs of layers to the errors of labels, and the meaning of the columns along them.
 
 A pass over P places, rows with options, gives the errors e_p of the outputs there (right minus given) and the inputs
 x_p of some layers. A change U diag(c) V^T of a weight can mend the errors only as far as V^T x_p tells them apart. For
@@ -12,32 +12,21 @@ regressed apart. The prediction for a place by the regression without it is know
     f_p = e_p - alpha_p / K_pp,   K = (X X^T + lambda I)^-1,   alpha = K E.
 
 Its correlation with the errors, the signal, chooses lambda for each layer, and is the layer's weight among all of them.
-All layers predict much the same, each with noise of its own, so that their sum is better than any.
+All layers predict much the same, each with noise of its own, so that their sum is better than any. B (C, R) are the
+leading right singular vectors of that sum.
 
-With S (M, C) the vectors that raise each class (`recording`), B (C, R) the leading right singular vectors of the sum of
-all f, and w the signal of a layer as a part of the sum of those of all layers,
-
-    U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2:
-
-along a column, all layers together add to the scores what they predict, with size 1. The last layer also has constant
-inputs, V^T x about 1, by which labels get a bias. So columns mean the same in all layers, and directions along them are
-proposed: each contrast of biases, the predictions by inputs at the place, those by means, and both for each column of
-B. The change that a column predicts for each row of the step, by regressions with and without that row, is kept beside
-it: a direction promises more of these rows than it does for others.
+Directions are proposed along the columns of the factors: each contrast of biases, the predictions by inputs at the
+place, those by means, and both for each column of B.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tezo.directions.bases.basis import input_size
-from tezo.directions.outputs import Outputs, errors, fitted_bias
-from tezo.directions.targets import Target
-from tezo.newton.look import ClassVectors, ColumnPredictions, Look
-from tezo.newton.recording import InputRecorder
+from tezo.directions.outputs import Outputs, fitted_bias
 
 RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Candidates for lambda, as parts of the mean of the diagonal of X X^T."""
@@ -45,86 +34,10 @@ BIASED = 0.1
 """S is measured anew where a bias for each label would lower the loss by more than this part."""
 
 
-@dataclass(frozen=True)
-class LabelledRows:
-    """Labelled rows that were passed through the model.
-
-    Attributes:
-        recorded: inputs of layers there.
-        outputs: of the rows.
-        stepped: number of examples, the first ones, that are rows of the step; None: all.
-        passes: calls of the model that it took.
-    """
-
-    recorded: InputRecorder
-    outputs: Outputs
-    stepped: int | None
-    passes: int
-
-
 def is_biased(outputs: Outputs) -> bool:
     """Returns whether a bias for each label would lower the loss by more than `BIASED` of it."""
     scores_TC = outputs.scores_TC.detach().double().cpu() + fitted_bias(outputs)
     return replace(outputs, scores_TC=scores_TC, labels_T=outputs.labels_T.cpu()).loss() < (1 - BIASED) * outputs.loss()
-
-
-def look_at_labels(
-    rows: LabelledRows, vectors: ClassVectors, targets: Sequence[Target], ranks: Mapping[str, int], passes: int
-) -> Look:
-    """Returns the look at labelled rows; only layers of `vectors` are changed.
-
-    Args:
-        rows: with the inputs of these layers.
-        vectors: that raise each class.
-        targets: weights of all linear layers, in the order of the model.
-        ranks: parameter name -> rank.
-        passes: calls of the model that the look took in all.
-    """
-    outputs, error_TC = rows.outputs, errors(rows.outputs)
-    classes, inputs = error_TC.shape[1], {name: rows.recorded.inputs[name] for name in vectors.layers}
-    distinct = {id(own): own for own in inputs.values()}  # layers share inputs
-    regressions = {key: regress(own.parts(), error_TC[own.places()]) for key, own in distinct.items()}
-    found = {name: regressions[id(own)] for name, own in inputs.items()}
-    every = [part for parts in found.values() for part in parts]
-    last, most = vectors.layers[-1], max(ranks.values())
-    layout = Layout.of(
-        classes,
-        len(found[last]),
-        min(ranks[name] for name in vectors.layers),
-        min(len(part.unseen_PE) for part in every),
-    )
-    turns_CR, weights_R = common(every, layout.contrasts)
-    totals = [sum(parts[kind].weight for parts in found.values()) or 1.0 for kind in range(layout.kinds)]
-    changes_2ER = torch.zeros(2, len(error_TC), most, dtype=torch.float64)
-    classes_CR = torch.zeros(classes, most, dtype=torch.float64)
-    for kind in range(layout.kinds):
-        classes_CR[:, layout.columns(kind)] = turns_CR
-    v, u = {}, {}
-    for target in targets:
-        name, rank = target.name, ranks[target.name]
-        v[name] = torch.zeros(input_size(target), rank, dtype=torch.float64)
-        along_CK = torch.zeros(classes, rank, dtype=torch.float64)
-        for kind, part in enumerate(found.get(name, ())):
-            columns, weight = layout.columns(kind), part.weight / totals[kind]
-            v[name][:, columns] = weight * part.along(turns_CR)
-            along_CK[:, columns] = turns_CR
-            examples_P = outputs.example_T.cpu()[inputs[name].places()]
-            changes_2ER[:, examples_P, columns] += weight * part.predicted(turns_CR)
-        if name == last and layout.biases:
-            mean_I = inputs[name].average()
-            v[name][:, layout.bias] = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
-            along_CK[:, layout.bias] = contrasts(classes)[:, : layout.biases]
-        if bool(along_CK.any()):
-            u[name] = vectors.vectors_MC @ along_CK
-    return Look(
-        inputs=v,
-        outputs=u,
-        proposals=layout.proposals(weights_R, most),
-        passes=passes,
-        signals={name: max(part.signal for part in parts) for name, parts in found.items()},
-        class_vectors=vectors,
-        columns=ColumnPredictions(changes_2ER[:, : rows.stepped], classes_CR),
-    )
 
 
 def contrasts(classes: int) -> Tensor:

@@ -1,5 +1,26 @@
-"""A look: what a refresh of gauss-newton finds out about the model on training rows, as a value."""
+"""A look: what a refresh of gauss-newton finds out about the model on training rows, and how it is taken.
 
+Layers that may be changed are later ones of the model, whose outputs are of the size of the last one's, so that they
+may write to the same residual stream. The first look at labelled rows measures the output side, on fewer rows: a second
+pass adds random vectors to the outputs of the last layer, which shows the vectors S that raise the score of each class;
+a third adds such a vector to the outputs of one layer in each row. Layers at which it acts nearly as at the last one
+may be changed, and their inputs are recorded for more rows. Later looks take S and these layers from the one before,
+and record inputs alone, unless the labels need a bias still, which S was to give them.
+
+Regressions (`labels`) predict the errors of the outputs from the inputs of each layer. With B (C, R) the contrasts of
+classes that they predict best, W (I, C) the regression of a layer, and w its weight among all layers,
+
+    U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2:
+
+along a column, all layers together add to the scores what they predict, with size 1. The last layer also has constant
+inputs, V^T x about 1, by which labels get a bias. So columns mean the same in all layers, and directions along them are
+proposed. The change that a column predicts for each row of the step, by regressions with and without that row, is kept
+beside it: a direction promises more of these rows than it does for others.
+
+Free text has a regression of its own (`text`), and one direction: all that it found.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,25 +28,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tezo.directions.bases.basis import OUTPUT_SIDE, PROPOSALS, Factors, Predictions, StoredTensors
+from tezo.directions.bases.basis import (
+    OUTPUT_SIDE,
+    PROPOSALS,
+    DataBasis,
+    Factors,
+    Predictions,
+    Source,
+    StoredTensors,
+    input_size,
+    output_size,
+)
+from tezo.directions.outputs import Outputs, errors
+from tezo.directions.targets import Target
+from tezo.newton.labels import Layout, common, contrasts, is_biased, regress
+from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, recording
+from tezo.newton.text import TextRecord, fit_text, recording_text
+from tezo.optim.closures import RowOutputs
+from tezo.system.errors import RequestError
+
+MOST_ROWS, MOST_LABELLED = 256, 1024
+"""Rows of a look, at most; of labelled rows the first look finds the layers that may be changed."""
+LEAST_ROWS = 32
+SHARE = 8
+"""Inputs are kept in half precision, at most this part of the bytes of all layers, from `LEAST_ROWS` rows on."""
+LAST_LAYERS = 1 / 2
+"""Layers that may be changed, the last ones of the model, as a part of all."""
 
 _VECTORS, _LAYERS = "vectors that raise each class", "whether outputs of each target do"
 _CHANGES, _CLASSES = "what columns foretell of rows", "classes of columns"
 _SIGNALS, _NO_SIGNAL = "signal of each target", -2.0
 """The names of stored tensors; the last is in the place of a signal that was not measured."""
-
-
-@dataclass(frozen=True)
-class ClassVectors:
-    """Vectors by which outputs of some layers raise the score of each class.
-
-    Attributes:
-        vectors_MC: S, one vector for each of C classes, float64; added to an output it raises the score by 1.
-        layers: names of the layers whose outputs act so.
-    """
-
-    vectors_MC: Tensor
-    layers: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -104,3 +137,179 @@ class Look(Factors):
             class_vectors=vectors,
             columns=columns,
         )
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """Labelled rows that were passed through the model.
+
+    Attributes:
+        recorded: inputs of layers there.
+        outputs: of the rows.
+        stepped: number of examples, the first ones, that are rows of the step; None: all.
+        passes: calls of the model that it took.
+    """
+
+    recorded: InputRecorder
+    outputs: Outputs
+    stepped: int | None
+    passes: int
+
+
+class ErrorBasis(DataBasis[Look]):
+    """Inputs of linear layers that predict the errors of the outputs, and outputs that mend them; see the module."""
+
+    def compute(self, refresh_step: int, source: Source) -> Look:
+        if source.rows is None:
+            raise RequestError(
+                "method.basis: this basis is computed from the outputs of rows, and the closure tells a loss alone; "
+                "give one of tezo.closure(model, batch), or rows by optimizer.set_rows."
+            )
+        vectors = self._measured_before(refresh_step)
+        if vectors is None:
+            return self._first(refresh_step, source, 0)
+        rows = self._record(refresh_step, source, vectors)
+        if is_biased(rows.outputs):
+            return self._first(refresh_step, source, rows.passes)
+        return look_at_labels(rows, vectors, self._targets, self._ranks, rows.passes)
+
+    def read(self, stored: StoredTensors) -> Look:
+        return Look.from_tensors(stored, [target.name for target in self._targets])
+
+    def _measured_before(self, refresh_step: int) -> ClassVectors | None:
+        """Returns the vectors that raise each class as an earlier look measured them; None: none did."""
+        for step in sorted(self._kept, reverse=True):
+            known = self._kept[step].class_vectors
+            if step < refresh_step and known is not None:
+                return ClassVectors(known.vectors_MC.clone(), known.layers)
+        return None
+
+    def _first(self, refresh_step: int, source: Source, passes: int) -> Look:
+        """Returns a look that measures the output side too, after so many calls of the model."""
+        if not self._targets:
+            raise RequestError(
+                "method.basis: none of the tuned parameters is the weight of a linear layer, whose inputs foretell "
+                "errors; choose others with method.targets, or set method.basis=gaussian."
+            )
+        model = source.model
+        like_last = [target for target in self._targets if output_size(target) == output_size(self._targets[-1])]
+        tried = like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
+        count = self._rows_to_record(tried, MOST_ROWS)
+        rows = _rows(source, refresh_step, count)
+        places = rows.places()
+        with recording(model, tried, places) as recorded, recording_text(model, tried[-1], places) as text:
+            outputs = _finite(rows.outputs())
+        if not recorded.inputs:
+            raise RequestError(
+                "method.basis: no linear layer that is tuned has an input for each token of a row; choose others with "
+                "method.targets, or set method.basis=gaussian."
+            )
+        if outputs.tokens_TC is not None:
+            return self._of_text(source, rows, tried[-1], (text, outputs), passes + 2 * len(places))
+        if not outputs.shared:
+            raise RequestError(
+                "method.basis: these rows have options of their own, and what foretells errors is regressed on labels "
+                "or tokens; set method.name=head-feedback, or method.basis=gaussian."
+            )
+        last = tried[[t.name for t in tried].index([*recorded.inputs][-1])]
+        added = AddedVectors(model, rows, places, outputs, refresh_step)
+        vectors_MC = added.class_vectors(last, recorded.output_size(last.name))
+        vectors = added.acting([t for t in tried if t.name in recorded.inputs], vectors_MC)
+        found = LabelledRows(recorded, outputs, rows.stepped, 0)
+        if len(outputs.labels_T) >= count:  # there are more rows
+            found = self._record(refresh_step, source, vectors)
+        passes += 3 * len(places) + found.passes
+        return look_at_labels(found, vectors, self._targets, self._ranks, passes)
+
+    def _record(self, refresh_step: int, source: Source, vectors: ClassVectors) -> LabelledRows:
+        """Returns as many labelled rows as the inputs of these layers may be kept of."""
+        layers = [target for target in self._targets if target.name in vectors.layers]
+        rows = _rows(source, refresh_step, self._rows_to_record(layers, MOST_LABELLED))
+        with recording(source.model, layers, places := rows.places()) as recorded:
+            return LabelledRows(recorded, _finite(rows.outputs()), rows.stepped, len(places))
+
+    def _of_text(
+        self, source: Source, rows: RowOutputs, target: Target, found: tuple[TextRecord, Outputs], passes: int
+    ) -> Look:
+        v = {own.name: torch.zeros(input_size(own), self._ranks[own.name]).double() for own in self._targets}
+        u_MR, v[target.name] = fit_text(source.model, target, rows, *found, self._ranks[target.name])
+        whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
+        return Look(inputs=v, outputs={target.name: u_MR}, proposals=whole_1R, passes=passes)
+
+    def _rows_to_record(self, targets: Sequence[Target], most: int) -> int:
+        """Returns the number of rows, at most `most`, whose inputs of these layers may be kept."""
+        row, every = sum(4 * input_size(target) for target in targets), sum(t.parameter.nbytes for t in self._targets)
+        return max(LEAST_ROWS, min(most, every // SHARE // max(1, row)))
+
+
+def _rows(source: Source, refresh_step: int, count: int) -> RowOutputs:
+    assert source.rows is not None
+    rows: RowOutputs = source.rows(refresh_step, count)
+    return rows
+
+
+def _finite(outputs: Outputs) -> Outputs:
+    """Returns outputs; raises a `FloatingPointError` where their loss is NaN or infinite."""
+    loss = outputs.loss()
+    if not math.isfinite(loss):
+        raise FloatingPointError(loss)
+    return outputs
+
+
+def look_at_labels(
+    rows: LabelledRows, vectors: ClassVectors, targets: Sequence[Target], ranks: Mapping[str, int], passes: int
+) -> Look:
+    """Returns the look at labelled rows; only layers of `vectors` are changed.
+
+    Args:
+        rows: with the inputs of these layers.
+        vectors: that raise each class.
+        targets: weights of all linear layers, in the order of the model.
+        ranks: parameter name -> rank.
+        passes: calls of the model that the look took in all.
+    """
+    outputs, error_TC = rows.outputs, errors(rows.outputs)
+    classes, inputs = error_TC.shape[1], {name: rows.recorded.inputs[name] for name in vectors.layers}
+    distinct = {id(own): own for own in inputs.values()}  # layers share inputs
+    regressions = {key: regress(own.parts(), error_TC[own.places()]) for key, own in distinct.items()}
+    found = {name: regressions[id(own)] for name, own in inputs.items()}
+    every = [part for parts in found.values() for part in parts]
+    last, most = vectors.layers[-1], max(ranks.values())
+    layout = Layout.of(
+        classes,
+        len(found[last]),
+        min(ranks[name] for name in vectors.layers),
+        min(len(part.unseen_PE) for part in every),
+    )
+    turns_CR, weights_R = common(every, layout.contrasts)
+    totals = [sum(parts[kind].weight for parts in found.values()) or 1.0 for kind in range(layout.kinds)]
+    changes_2ER = torch.zeros(2, len(error_TC), most, dtype=torch.float64)
+    classes_CR = torch.zeros(classes, most, dtype=torch.float64)
+    for kind in range(layout.kinds):
+        classes_CR[:, layout.columns(kind)] = turns_CR
+    v, u = {}, {}
+    for target in targets:
+        name, rank = target.name, ranks[target.name]
+        v[name] = torch.zeros(input_size(target), rank, dtype=torch.float64)
+        along_CK = torch.zeros(classes, rank, dtype=torch.float64)
+        for kind, part in enumerate(found.get(name, ())):
+            columns, weight = layout.columns(kind), part.weight / totals[kind]
+            v[name][:, columns] = weight * part.along(turns_CR)
+            along_CK[:, columns] = turns_CR
+            examples_P = outputs.example_T.cpu()[inputs[name].places()]
+            changes_2ER[:, examples_P, columns] += weight * part.predicted(turns_CR)
+        if name == last and layout.biases:
+            mean_I = inputs[name].average()
+            v[name][:, layout.bias] = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
+            along_CK[:, layout.bias] = contrasts(classes)[:, : layout.biases]
+        if bool(along_CK.any()):
+            u[name] = vectors.vectors_MC @ along_CK
+    return Look(
+        inputs=v,
+        outputs=u,
+        proposals=layout.proposals(weights_R, most),
+        passes=passes,
+        signals={name: max(part.signal for part in parts) for name, parts in found.items()},
+        class_vectors=vectors,
+        columns=ColumnPredictions(changes_2ER[:, : rows.stepped], classes_CR),
+    )

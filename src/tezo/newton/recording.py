@@ -15,7 +15,6 @@ from tezo.directions.bases.basis import output_size
 from tezo.directions.outputs import Outputs, Places, change
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, only_input
-from tezo.newton.look import ClassVectors
 from tezo.optim.closures import RowOutputs
 
 MOST_PLACES = 1024
@@ -88,6 +87,19 @@ class PassPlaces:
             kept = own.place_P % self._stride == 0
             own = Places(own.row_P[kept], own.position_P[kept], own.stop_P[kept], own.place_P[kept], own.example_R)
         self.now = own if own is not None and len(own.place_P) else None
+
+
+@dataclass(frozen=True)
+class ClassVectors:
+    """Vectors by which outputs of some layers raise the score of each class.
+
+    Attributes:
+        vectors_MC: S, one vector for each of C classes, float64; added to an output it raises the score by 1.
+        layers: names of the layers whose outputs act so.
+    """
+
+    vectors_MC: Tensor
+    layers: Sequence[str]
 
 
 class AddedVectors:

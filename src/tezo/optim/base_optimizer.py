@@ -3,7 +3,6 @@
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -12,47 +11,62 @@ from tezo.directions.bases.basis import FactorStore, Passes, RowsOf
 from tezo.directions.targets import Target
 from tezo.optim.closures import Closure
 from tezo.optim.estimators.estimate import Probe, StepRecord
+from tezo.optim.settings import Settings
 from tezo.optim.tuned_parameters import LowRankChange
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.processes import ProcessGroup
 
-SOURCES = GIVEN, DEFAULT, RESOLVED = "given", "default", "resolved"
-MOST_SHOWN = 3
-"""Members of a list in the text of `Settings`; what an engine cannot change are patterns by the dozen."""
+MOST_RATE, MOST_RANK = 1e30, 1 << 16
+"""Upper limits. Rates: products with a rate remain finite in float32. Frozen rank: a larger one compresses nothing."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A value, and its source: `GIVEN` by the caller, the method's `DEFAULT`, or `RESOLVED` on the rows of a run."""
+def check_rate(name: str, value: float) -> None:
+    """Checks that a rate is a number between 0 and `MOST_RATE`.
 
-    value: Any
-    source: str
+    Raises:
+        RequestError: it is not; the message has the name of the setting.
+    """
+    if not 0 <= value <= MOST_RATE:
+        raise RequestError(f"method.{name} is {value}; it must lie between 0 and {MOST_RATE:g}.")
 
 
-class Settings(dict[str, Setting]):
-    """Name of an option -> its setting; as text, a table with a line for each."""
+def check_rho(value: float) -> None:
+    """Checks that a perturbation scale is positive, and at most `MOST_RATE`.
 
-    def __str__(self) -> str:
-        width = max(map(len, self), default=0)
-        values = {name: _text(setting.value) for name, setting in self.items()}
-        longest = max(map(len, values.values()), default=0)
-        return "\n".join(f"{name:<{width}}  {values[name]:<{longest}}  {self[name].source}" for name in self)
+    Raises:
+        RequestError: it is not.
+    """
+    if not 0 < value <= MOST_RATE:
+        raise RequestError(f"method.rho is {value}; it must be positive, and at most {MOST_RATE:g}.")
 
-    def with_values(self, values: Mapping[str, Any]) -> "Settings":
-        """Returns the same options with the values that are given for some."""
-        return Settings(
-            {name: replace(own, value=values[name]) if name in values else own for name, own in self.items()}
+
+def check_count(name: str, value: int | None, most: int) -> None:
+    """Checks that a number lies between 1 and `most`, if it is given.
+
+    Raises:
+        RequestError: it does not; the message has the name of the setting.
+    """
+    if value is not None and not 1 <= value <= most:
+        raise RequestError(f"method.{name} is {value}; it must lie between 1 and {most}.")
+
+
+def check_closure(closure: Closure | None) -> Closure:
+    """Returns the closure of a step.
+
+    Raises:
+        RequestError: there is none, or it cannot be called.
+    """
+    if closure is None:
+        raise RequestError(
+            "step() needs a closure that returns the loss: optimizer.step(lambda: loss_of(batch)). Trainer of "
+            "transformers gives none: use tezo.TezoTrainer, or tezo.TezoSFTTrainer for TRL."
         )
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list | tuple):
-        left_out = len(value) - MOST_SHOWN
-        shown = [*map(_text, value[:MOST_SHOWN]), *([f"and {left_out} more"] if left_out > 0 else [])]
-        return "[" + ", ".join(shown) + "]"
-    return "none" if value is None else str(value)
+    if not callable(closure):
+        raise RequestError(
+            f"step() needs a function that returns the loss, and was given {type(closure).__name__}; write lambda: "
+            "before it."
+        )
+    return closure
 
 
 class BaseOptimizer(ABC):
@@ -216,7 +230,7 @@ class BaseOptimizer(ABC):
         """Sets the rows from whose outputs a basis is computed; without them they are those of each step.
 
         Args:
-            rows: function of the refresh step and of the most rows that are wanted; it returns a `RowsClosure` of
+            rows: function of the refresh step and of the most rows that are wanted; it returns a `RowOutputs` of
                 training rows that gives outputs, such as one of `tezo.closure`. Where its first ones are rows of the
                 step, its `stepped` says how many.
         """

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from tezo.directions.random import generator, seed_of
 from tezo.directions.targets import ALL, Target, select_targets
 from tezo.forward import rounding
-from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.checks import check_closure, check_rate
+from tezo.optim.base_optimizer import BaseOptimizer, check_closure, check_rate
 from tezo.optim.closures import Closure
 from tezo.optim.estimators.estimate import GRADIENT, StepRecord
 from tezo.optim.updates import check_average

@@ -12,8 +12,7 @@ from tezo.directions.perturbation import Perturbation
 from tezo.directions.random import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.directions.targets import Target
-from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.checks import check_rho
+from tezo.optim.base_optimizer import BaseOptimizer, check_rho
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.optim.estimators.two_point import TwoPoint
 from tezo.optim.optimizer_state import State, check_same
@@ -21,6 +20,7 @@ from tezo.optim.tuned_parameters import LowRankChange, TunedParameters
 from tezo.optim.updates import Moments, StepRule, Update
 from tezo.system.errors import RequestError
 
+CLOSED = "this optimizer was closed, or merged into the weights; make a new one to go on."
 IN_STATE = frozenset({"lr", "weight_decay", "rho", "seed", "targets"})
 """Options that a state dict has by themselves, to be restored, or as the names of the parameters that they select."""
 
@@ -48,20 +48,11 @@ class HookedOptimizer(BaseOptimizer, torch.optim.Optimizer, ABC):  # type: ignor
     moments: dict[str, dict[str, Moments]]
     counts: dict[str, int]
     _rules: dict[str, StepRule]
-    _metrics: Mapping[str, Any]
     _refreshed: int | None = None
-
-    def _check_open(self) -> None:
-        if self.parameters.closed:
-            raise RequestError("this optimizer was closed, or merged into the weights; make a new one to go on.")
 
     @property
     def rho(self) -> float:
         return self.estimator.rho
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        return {**self._metrics, **self.basis.metrics()}
 
     @property
     def idle_steps(self) -> int | None:
@@ -153,7 +144,8 @@ class HookedOptimizer(BaseOptimizer, torch.optim.Optimizer, ABC):  # type: ignor
         Raises:
             RequestError: it is of another method, of other parameters, or of other options.
         """
-        self._check_open()
+        if self.parameters.closed:
+            raise RequestError(CLOSED)
         options = {name: setting.value for name, setting in self.settings.items()}
         check_same(state_dict, self._description, list(self.parameters), options)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -198,7 +190,8 @@ class HookedOptimizer(BaseOptimizer, torch.optim.Optimizer, ABC):  # type: ignor
 
     def _restore(self, state: State, num_steps: int, *, moments: bool) -> None:
         """Puts back what a state has, saved after so many steps; moments only if they are wanted."""
-        self._check_open()
+        if self.parameters.closed:
+            raise RequestError(CLOSED)
         self._refreshed = None
         if moments:
             self.moments = state.moments_on(self.parameters)

@@ -3,6 +3,7 @@
 A step is `refresh`, `draw`, the estimate of an estimator, and `_apply`. `replay` takes the same step from its record.
 """
 
+import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -18,12 +19,12 @@ from tezo.directions.products import evaluating
 from tezo.directions.random import DrawKey
 from tezo.directions.spaces import FixedFactors, SignedDense
 from tezo.directions.targets import ALL_LINEAR, select_targets
-from tezo.optim.checks import MOST_RANK, check_closure, check_count, check_rate, check_rho, highest_loss, is_far_above
+from tezo.optim.base_optimizer import MOST_RANK, check_closure, check_count, check_rate, check_rho
 from tezo.optim.closures import Closure, Losses, RowOutputs
 from tezo.optim.estimators.estimate import MOST_DIRECTIONS, Estimate, Probe, StepDraw, StepRecord, precise
 from tezo.optim.estimators.per_example import PerExample
 from tezo.optim.estimators.two_point import TwoPoint
-from tezo.optim.hooked_optimizer import HookedOptimizer
+from tezo.optim.hooked_optimizer import CLOSED, HookedOptimizer
 from tezo.optim.tuned_parameters import TunedParameters
 from tezo.optim.updates import StepRule, Update
 from tezo.system.errors import PerturbationWarning, RequestError
@@ -35,6 +36,10 @@ SHARED: Final = "shared"
 PER_EXAMPLE: Final = "per-example"
 Directions = Literal["shared", "per-example"]
 """Whether the examples of a batch share the directions of a step, or each has its own."""
+
+
+FAR_ABOVE, FAR_AT_LEAST = 0.5, 0.1
+"""A loss is far above the unperturbed one if it is higher by more than half of that, and by more than 0.1."""
 
 
 class ZerothOrderOptimizer(HookedOptimizer):
@@ -236,7 +241,8 @@ class ZerothOrderOptimizer(HookedOptimizer):
             RequestError: the optimizer was closed, its model has moved, or a basis lacks rows.
             FloatingPointError: the model has inputs or a loss that are not finite on the rows of a basis.
         """
-        self._check_open()
+        if self.parameters.closed:
+            raise RequestError(CLOSED)
         self.check_bound()
         key = DrawKey(self.seed, self.num_steps)
         if self.basis.data_dependent:
@@ -299,7 +305,7 @@ class ZerothOrderOptimizer(HookedOptimizer):
         known = self.unperturbed_loss
         if self._has_warned or not probes or (known is None and not isinstance(closure, Losses)):
             return
-        highest = highest_loss(probes)
+        highest = max(statistics.fmean(getattr(p, sign) for p in probes) for sign in ("loss_plus", "loss_minus"))
         if known is not None and not is_far_above(highest, known):
             return
         with evaluating(self.model):
@@ -374,11 +380,20 @@ class ZerothOrderOptimizer(HookedOptimizer):
         for rule in self._rules.values():
             rule.estimator.share_directions(processes)
 
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return {**self._metrics, **self.basis.metrics()}
+
     def check_rule(self, rule: str, closure: Closure) -> None:
         self._rule(rule).estimator.check(closure)
 
     def passes_of(self, rule: str, *, first: bool) -> int:
         return self._rule(rule).estimator.passes(self.num_directions, first=first)
+
+
+def is_far_above(loss: float, unperturbed: float) -> bool:
+    """Returns whether a loss is far above the unperturbed one; never for a reward, which is negated."""
+    return unperturbed > 0 and loss - unperturbed > max(FAR_ABOVE * unperturbed, FAR_AT_LEAST)
 
 
 def _check_frozen_rank(frozen_rank: int | None, perturbation: Perturbation, *, in_forward: bool) -> None:

@@ -7,8 +7,9 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, get_args, get_type_hints
 
 from torch import nn
 
-from tezo.optim.base_optimizer import DEFAULT, GIVEN, BaseOptimizer, Setting, Settings
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.optimizer import Directions, ZerothOrderOptimizer
+from tezo.optim.settings import DEFAULT, GIVEN, Setting, Settings
 from tezo.system.errors import RequestError, nearest
 from tezo.system.values import coerce
 

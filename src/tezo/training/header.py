@@ -11,7 +11,7 @@ from tezo.models.identity import check_model
 from tezo.models.kinds import engine_kind
 from tezo.models.loading import DTYPES, LoadedModel
 from tezo.models.local_names import is_gone
-from tezo.optim.base_optimizer import SOURCES, Setting, Settings
+from tezo.optim.settings import SOURCES, Setting, Settings
 from tezo.runs.environment import versions
 from tezo.runs.files import check_complete, check_place, check_rows, check_settings
 from tezo.runs.step_log import LogContents, NewTotal

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from tezo.directions.targets import is_packed
 from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, Method, method
-from tezo.optim.base_optimizer import DEFAULT, GIVEN, RESOLVED, BaseOptimizer, Setting, Settings
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.closures import Closure, RowLosses
 from tezo.optim.estimators.estimate import FEEDBACK
 from tezo.optim.learning_rate import choose_lr
 from tezo.optim.measured_scale import RISE, MeasuredScale, in_words, measure_reach, measure_scale
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED
+from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED, Setting, Settings
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
 from tezo.system.progress import FEEDBACK as LOOKING

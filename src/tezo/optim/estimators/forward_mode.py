@@ -55,9 +55,10 @@ class ForwardGradient(TwoPoint):
             FloatingPointError: a loss or a derivative is NaN or infinite.
         """
         del rho
-        own = range(self._processes.rank, len(next(iter(drawn.values()))), self._processes.size)
         with evaluation_mode(self._model):
-            probes = tuple(self._probe(closure, {name: each[i] for name, each in drawn.items()}) for i in own)
+            probes = tuple(
+                self._probe(closure, {name: each[i] for name, each in drawn.items()}) for i in self._shared_out(drawn)
+            )
         probes = gather_probes(probes, self._processes)
         check_finite(probes)
         return probes

@@ -76,10 +76,10 @@ class Population(TwoPoint):
         if not isinstance(closure, RowLosses):
             raise RequestError(NEEDS_ROWS)
         count = len(next(iter(draw.directions.values())))
-        own = range(self._processes.rank, count, self._processes.size)
+        own = self._shared_out(draw.directions)
         reach = self.rho * WIDER ** min(draw.idle, MOST_WIDENINGS)
         points = [(index, sign * reach) for index in own for sign in self.signs]
-        found = self.evaluated(closure, draw.directions, points, lambda copies: [*closure.example_losses(copies)])
+        found = self.evaluated(closure, draw.directions, points, losses_of_rows)
         ranks = [torch.tensor(values, dtype=torch.float64) for values in
                  self._processes.gather([loss for losses in found for loss in losses.tolist()])]  # fmt: skip
         # the first direction of each rank, then the second of each
@@ -109,6 +109,12 @@ class AntitheticPopulation(Population):
     """The same of pairs W + r Z_i and W - r Z_i, in which terms of even order cancel."""
 
     signs = (1, -1)
+
+
+def losses_of_rows(closure: Closure, copies: int) -> list[Tensor]:
+    """Returns the losses of the rows, (rows,), of each of so many models."""
+    assert isinstance(closure, RowLosses)
+    return [*closure.example_losses(copies)]
 
 
 def kappas_of(losses_PN: Tensor, reach: float) -> list[float]:

@@ -89,36 +89,32 @@ class TwoPoint(Estimator):
             RequestError: the closure calls none of the tuned modules.
             FloatingPointError: a loss is NaN or infinite.
         """
-        own = range(self._processes.rank, len(next(iter(drawn.values()))), self._processes.size)
-        losses = self.losses(closure, drawn, [(index, sign * rho) for index in own for sign in (1, -1)])
+        points = [(index, sign * rho) for index in self._shared_out(drawn) for sign in (1, -1)]
+        losses = self.evaluated(closure, drawn, points, losses_of)
         return self._checked(gather_probes(probes_of(losses, rho), self._processes))
 
     def ahead(self, closure: Closure, drawn: Drawn, rho: float) -> list[float]:
         """Returns the losses at W + rho Z_i, in the order of `probes`; on each rank, of its part of the directions."""
-        own = range(self._processes.rank, len(next(iter(drawn.values()))), self._processes.size)
-        return self.losses(closure, drawn, [(index, rho) for index in own])
+        return self.evaluated(closure, drawn, [(index, rho) for index in self._shared_out(drawn)], losses_of)
 
-    def losses(self, closure: Closure, drawn: Drawn, points: Sequence[tuple[int, float]]) -> list[float]:
-        """Returns the loss at W + scale * Z_i for each of the points (i, scale)."""
-
-        def evaluate(copies: int) -> list[float]:
-            if not isinstance(closure, Losses):
-                return [mean_loss(closure)]
-            found: list[float] = precise(closure.losses(copies)).tolist()
-            return found
-
-        return self.evaluated(closure, drawn, points, evaluate)
+    def _shared_out(self, drawn: Drawn) -> range:
+        """Returns the directions that this rank evaluates."""
+        return range(self._processes.rank, len(next(iter(drawn.values()))), self._processes.size)
 
     def evaluated(
-        self, closure: Closure, drawn: Drawn, points: Sequence[tuple[int, float]], evaluate: Callable[[int], list[T]]
+        self,
+        closure: Closure,
+        drawn: Drawn,
+        points: Sequence[tuple[int, float]],
+        evaluate: Callable[[Closure, int], list[T]],
     ) -> list[T]:
-        """Returns what is evaluated at W + scale * Z_i for each of the points (i, scale), several in a pass.
+        """Returns the values of a closure at W + scale * Z_i for each of the points (i, scale), several in a pass.
 
         Args:
-            closure: of what is evaluated.
+            closure: the objective.
             drawn: parameter name -> its directions.
             points: (i, scale).
-            evaluate: number of models -> what is evaluated of each, where each is perturbed as the next of the points.
+            evaluate: returns the values of the closure for a number of models, each perturbed as the next point says.
         """
         copies = copies_of_a_pass(closure, len(points), dense=self._dense) if self._in_blocks else 1
         found: list[T] = []
@@ -127,7 +123,7 @@ class TwoPoint(Estimator):
                 for start in range(0, len(points), copies):
                     let_interrupt()
                     self._set_perturbations(drawn, points[start : start + copies])
-                    found += evaluate(len(points[start : start + copies]))
+                    found += evaluate(closure, len(points[start : start + copies]))
         except NotInBlocksError:
             if not self._in_blocks:
                 raise
@@ -150,6 +146,14 @@ class TwoPoint(Estimator):
                 "call the optimizer's model, and a compiled one only after the optimizer was made."
             )
         return probes
+
+
+def losses_of(closure: Closure, copies: int) -> list[float]:
+    """Returns the loss of each of so many models; more than one only from `Losses`."""
+    if not isinstance(closure, Losses):
+        return [mean_loss(closure)]
+    losses: list[float] = precise(closure.losses(copies)).tolist()
+    return losses
 
 
 def probes_of(losses: Sequence[float], rho: float) -> tuple[Probe, ...]:
