@@ -17,7 +17,7 @@ from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.batch import Batch, Pass, TokenTree, common_prefix, packed_tree
 from tezo.tasks.objectives.ends import ends_of
-from tezo.tasks.objectives.evaluators import Evaluator, base_of, logits_and_hidden_at, logits_at
+from tezo.tasks.objectives.evaluators import TextEvaluator, base_of, logits_and_hidden_at, logits_at
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.objectives.packing import longest_packed, takes_packed
 
@@ -37,6 +37,7 @@ class CausalObjective(Objective):
     """
 
     side_cut = "the beginning of the prompt"
+    evaluator: TextEvaluator
 
     def __init__(
         self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
@@ -185,10 +186,8 @@ def _put_first(tokenizer: Any) -> list[int]:
     return whole[: next((start for start in starts if whole[start : start + len(own)] == own), 0)]
 
 
-class CausalInTorch(Evaluator):
+class CausalInTorch(TextEvaluator):
     """Causal models: an option's score is the mean log-probability of its tokens."""
-
-    causal = True
 
     def option_scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
         means = []

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tezo.directions.outputs import Outputs, Places, joined
 from tezo.optim.closures import RowLosses, RowOutputs
 from tezo.tasks.objectives.batch import Batch
-from tezo.tasks.objectives.evaluators import Evaluator, whole_rows
+from tezo.tasks.objectives.evaluators import Evaluator, TextEvaluator, whole_rows
 
 
 def terms(scores: Tensor, batch: Batch) -> Tensor:
@@ -110,7 +110,8 @@ class BatchClosure(RowLosses, RowOutputs):
     @property
     def scores(self) -> Callable[[Any, Batch, int], Tensor]:
         """The function of the evaluator whose scores the loss is of; see `terms`."""
-        return self.evaluator.token_log_probs if self._is_text else self.evaluator.option_scores
+        text = self._of_text
+        return self.evaluator.option_scores if text is None else text.token_log_probs
 
     @property
     def num_terms(self) -> int:
@@ -118,8 +119,16 @@ class BatchClosure(RowLosses, RowOutputs):
         return sum(batch.num_terms for batch in self.batches)
 
     @property
-    def _is_text(self) -> bool:
-        return any(batch.labels_B is None for batch in self.batches)
+    def _of_text(self) -> TextEvaluator | None:
+        """The evaluator, where answers are free text; None: examples have a label."""
+        if all(batch.labels_B is not None for batch in self.batches):
+            return None
+        assert isinstance(self.evaluator, TextEvaluator)
+        return self.evaluator
+
+    @property
+    def _is_causal(self) -> bool:
+        return isinstance(self.evaluator, TextEvaluator)
 
     @property
     def most_copies(self) -> int | None:
@@ -138,7 +147,7 @@ class BatchClosure(RowLosses, RowOutputs):
         return max([self.tokens, *(self.evaluator.shared_tokens * len(batch.places) for batch in self.batches)])
 
     def losses(self, copies: int) -> Tensor:
-        if not self.batches:
+        if not self.batches:  # of a rank where there are fewer rows than ranks
             return torch.zeros(copies)
         model, scores, found = self.model, self.scores, []
         with whole_rows(model) if copies > 1 else nullcontext(), self.evaluator.sharing(model, copies):
@@ -177,7 +186,7 @@ class BatchClosure(RowLosses, RowOutputs):
         return torch.cat(found) * (self.examples / self.num_terms)
 
     def summands(self) -> Iterator[Tensor]:
-        if not self.evaluator.causal:
+        if not self._is_causal:
             yield self.losses(1)[0]
             return
         for batch in self.batches:  # the graph of one has the logits of many places
@@ -187,23 +196,23 @@ class BatchClosure(RowLosses, RowOutputs):
         return self.outputs_of(1, like)[0]
 
     def outputs_of(self, copies: int, like: Outputs | None = None) -> list[Outputs]:
-        model, evaluator, found = self.model, self.evaluator, []
+        model, text, found = self.model, self._of_text, []
         counts = [batch.num_terms for batch in self.batches]
         asked: Sequence[Tensor | None] = [None] * len(counts)
         if like is not None and like.tokens_TC is not None:
             asked = torch.split(like.tokens_TC, counts)
-        with whole_rows(model) if copies > 1 else nullcontext(), evaluator.sharing(model, copies):
+        with whole_rows(model) if copies > 1 else nullcontext(), self.evaluator.sharing(model, copies):
             for batch, tokens_TC in zip(self.batches, asked, strict=True):
-                if self._is_text:
-                    found.append(token_outputs(evaluator.likely_tokens(model, batch, tokens_TC, copies), batch))
+                if text is not None:
+                    found.append(token_outputs(text.likely_tokens(model, batch, tokens_TC, copies), batch))
                 else:
-                    found.append(option_outputs(evaluator.option_scores(model, batch, copies), batch, self.shared))
+                    found.append(option_outputs(self.evaluator.option_scores(model, batch, copies), batch, self.shared))
         return [joined(parts) for parts in zip(*found, strict=True)]
 
     def places(self) -> list[Places | None]:
         found: list[Places | None] = [None] if self.evaluator.shared_rows else []
-        start = 0
+        is_text, start = self._of_text is not None, 0
         for batch in self.batches:
-            found += token_places(batch, start) if self._is_text else option_places(batch, start, self.evaluator.causal)
+            found += token_places(batch, start) if is_text else option_places(batch, start, self._is_causal)
             start += batch.num_terms
         return found

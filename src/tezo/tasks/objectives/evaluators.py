@@ -21,7 +21,7 @@ class Evaluator(ABC):
     """Runs forward passes of a kind of model, with the parameters that the model has at the time of the call.
 
     A pass of several copies has the rows of one model `copies` times, block after block, and hooks may perturb each
-    block differently. Scores are float32 or wider. Models that are not causal have options alone.
+    block differently. Scores are float32 or wider.
     """
 
     engine: str | None = None
@@ -29,8 +29,6 @@ class Evaluator(ABC):
     torch runs them."""
     most_copies: int | None = None
     """Number of models that it computes side by side; None: by the number of tokens."""
-    causal = False
-    """Whether a token sees only those before it, and an answer may be any text."""
     shared_tokens = 0
     """Tokens, padding included, of the inputs that all batches share, such as descriptions of labels."""
     shared_rows = 0
@@ -59,17 +57,22 @@ class Evaluator(ABC):
         """Returns the evaluator whose passes run the model's modules, for hooks in them."""
         return self
 
+
+class TextEvaluator(Evaluator):
+    """An evaluator of causal models, whose tokens see only those before them, and whose answers may be any text."""
+
+    @abstractmethod
     def token_log_probs(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
         """Returns the log-probabilities of the answer tokens, (copies, S, K); 0 where there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def token_hits(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns (the log-probabilities of the answer tokens, whether each is the most likely token), (S, K) each.
 
         0 and False where there is no token.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def likely_tokens(
         self, model: Any, batch: Batch, tokens_TC: Tensor | None, copies: int = 1
     ) -> list[tuple[Tensor, Tensor]]:
@@ -77,8 +80,8 @@ class Evaluator(ABC):
 
         `tokens_TC`: int64, tokens whose scores are returned; None: the likely ones.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def continuations(
         self, model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], wanted: Continuing, copies: int = 1
     ) -> list[list[list[int]]]:
@@ -86,7 +89,6 @@ class Evaluator(ABC):
 
         All copies sample with the same random numbers.
         """
-        raise NotImplementedError
 
 
 def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Tensor:

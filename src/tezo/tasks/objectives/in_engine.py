@@ -16,25 +16,23 @@ from tezo.system.progress import current
 from tezo.tasks.objectives.batch import Batch, padded
 from tezo.tasks.objectives.causal import CausalInTorch
 from tezo.tasks.objectives.ends import text_after
-from tezo.tasks.objectives.evaluators import Evaluator
+from tezo.tasks.objectives.evaluators import TextEvaluator
 
 logger = logging.getLogger(__name__)
 
 
-class CausalInEngine(Evaluator):
+class CausalInEngine(TextEvaluator):
     """Causal models in an engine, which is sent the change of their weights; scores as those of `CausalInTorch`.
 
     Args:
         engine: holds the weights of the model.
     """
 
-    causal = True
-
     def __init__(self, engine: Engine) -> None:
         self._engine, self.engine, self.most_copies = engine, engine.name, engine.at_once
         self._has_warned = False
 
-    def in_torch(self) -> Evaluator:
+    def in_torch(self) -> TextEvaluator:
         return CausalInTorch()
 
     def option_scores(self, model: Any, batch: Batch, copies: int = 1) -> Tensor:
