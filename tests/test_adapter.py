@@ -1,18 +1,21 @@
 """The saved adapter is the tuned model: loaded by peft, merged by peft, and attached by this library."""
 
+import dataclasses
 import json
+import typing
 import warnings
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 from folders import label_rows, model_folder, settings, tezo, tiny_model, tokenizer_for, train, write_rows
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tezo.methods import METHODS
-from tezo.models.lora import attach_adapter, load_adapter, merge_adapter, next_allowed, target_modules
+from tezo.models.lora import Adapter, attach_adapter, load_adapter, merge_adapter, next_allowed, target_modules
 from tezo.models.saving import export_adapter
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
@@ -222,17 +225,105 @@ def test_a_run_of_a_base_elsewhere_keeps_its_name_for_peft(tmp_path: Path):
     assert isinstance(loaded, peft.PeftModel)
 
 
+PLAIN = {"target_modules": ["q_proj", "k_proj"], "r": 8, "lora_alpha": 8}
+INITIAL = [
+    False, True, "pissa_niter_4",
+    *(value for part in typing.get_args(typing.get_type_hints(peft.LoraConfig)["init_lora_weights"])
+      for value in typing.get_args(part) if "[" not in value),
+]  # fmt: skip
+OTHERWISE: dict[str, list[Any]] = {
+    "r": [16], "lora_alpha": [16], "target_modules": ["all-linear", r".*\.q_proj", ["q_proj", "embed_tokens"]],
+    "exclude_modules": [["k_proj"]], "lora_dropout": [0.3], "fan_in_fan_out": [True], "bias": ["all", "lora_only"],
+    "use_rslora": [True], "modules_to_save": [["lm_head"]], "init_lora_weights": INITIAL, "layers_to_transform": [[1]],
+    "layers_pattern": ["layers"], "rank_pattern": [{"q_proj": 4}], "alpha_pattern": [{"q_proj": 32}],
+    "megatron_core": ["other"], "trainable_token_indices": [[3, 4]], "use_dora": [True], "lora_bias": [True],
+    "alora_invocation_tokens": [[7, 8]], "use_qalora": [True], "qalora_group_size": [8],
+    "layer_replication": [[[0, 2], [1, 2]]], "target_parameters": [["self_attn.q_proj.weight"]],
+    "ensure_weight_tying": [True], "task_type": ["CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS"],
+    "peft_type": ["LOHA"], "auto_mapping": [{}], "base_model_name_or_path": ["x"], "revision": ["x"],
+    "inference_mode": [True], "peft_version": ["9"], "runtime_config": [{}],
+    "eva_config": [peft.EvaConfig()],
+}  # fmt: skip
+"""Field of PEFT's configuration of LoRA -> values other than its default, that a model is given here."""
+UNUSABLE = ("corda", "loftq", "peft_type", "auto_mapping", "peft_version", "runtime_config")
+"""Of these PEFT makes no adapter without more than a model; they are written into the file of a plain one."""
+BESIDE = {"layers_pattern": {"layers_to_transform": [1]}, "target_parameters": {"target_modules": []}}
+TAKEN = {
+    "exclude_modules", "lora_dropout", "fan_in_fan_out", "layers_to_transform", "layers_pattern", "megatron_core",
+    "qalora_group_size", "eva_config", "base_model_name_or_path", "revision", "inference_mode", "peft_version",
+    "all-linear", r".*\.q_proj", "CAUSAL_LM", True, False, "gaussian", "orthogonal", "eva", "mica",
+}  # fmt: skip
+"""Fields and values that PEFT computes with as this library does."""
+
+
+def settings_of_peft() -> list[tuple[str, Any]]:
+    """Every field of the configuration that the installed PEFT has, with values; those not known here with a word."""
+    names = [field.name for field in dataclasses.fields(peft.LoraConfig)]
+    return [(name, value) for name in names for value in OTHERWISE.get(name, ["something"])]
+
+
+@pytest.mark.parametrize(("name", "value"), settings_of_peft())
+def test_an_adapter_of_peft_computes_as_in_peft_or_is_refused(name, value, tmp_path):
+    known = name in OTHERWISE and name not in UNUSABLE and value not in UNUSABLE
+    with warnings.catch_warnings(action="ignore"):  # of what such an adapter cannot do
+        settings = PLAIN | BESIDE.get(name, {}) | ({name: value} if known else {})
+        made = peft.get_peft_model(base_model("llama"), peft.LoraConfig(**settings))
+        for untrained in (True, False):
+            with torch.random.fork_rng(), torch.no_grad():
+                torch.manual_seed(0)
+                for weight in made.parameters():
+                    weight.add_(0.0 if untrained or not weight.requires_grad else torch.randn_like(weight) * 0.1)
+            made.save_pretrained(tmp_path)
+            if not known:
+                path = tmp_path / "adapter_config.json"
+                path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+            model = base_model("llama")
+            try:
+                attach_adapter(model, load_adapter(tmp_path))
+            except RequestError:
+                chooses = name in ("init_lora_weights", "target_modules", "task_type")
+                assert name not in TAKEN and not (chooses and value in list(TAKEN))
+                continue
+            if known:
+                close(outputs(model), outputs(peft.PeftModel.from_pretrained(base_model("llama"), tmp_path).eval()))
+            else:
+                assert name in ("auto_mapping", "peft_version", "runtime_config"), "PEFT was not asked"
+
+
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "named"),
     [
-        {"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"q_proj": 32}}, {"modules_to_save": ["lm_head"]},
-        {"lora_bias": True}, {"target_modules": ["q_proj", "embed_tokens"]}, {"rank_pattern": {"q_proj": 4}},
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"alora_invocation_tokens": [7, 8]}, "alora_invocation_tokens is "),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is "),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is "),
+        ({"lora_alpha": 16}, "lora_alpha is 16 and r 8"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "it has .*embed_tokens"),
+        ({"a_setting_of_next_year": 3}, "a_setting_of_next_year is 3"),
     ],
-)  # fmt: skip
-def test_an_adapter_that_computes_otherwise_is_for_peft(extra, tmp_path):
-    settings_of = {"target_modules": ["q_proj"], "r": 8, "lora_alpha": 8} | extra
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what such an adapter cannot do
-        peft.get_peft_model(base_model("llama"), peft.LoraConfig(**settings_of)).save_pretrained(tmp_path)
-    with pytest.raises(RequestError, match=r"is not an adapter of this library.*use peft"):
+)
+def test_an_adapter_that_computes_otherwise_is_for_peft(extra, named, tmp_path):
+    known = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    with warnings.catch_warnings(action="ignore"):
+        settings = PLAIN | {key: value for key, value in extra.items() if key in known}
+        peft.get_peft_model(base_model("llama"), peft.LoraConfig(**settings)).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(extra | json.loads(path.read_text())))
+    with pytest.raises(RequestError, match=rf"is not an adapter of this library.*{named}.*Use peft"):
         load_adapter(tmp_path)
+
+
+def test_an_adapter_without_a_half_or_of_what_is_not_linear_is_refused(tmp_path):
+    peft.get_peft_model(base_model("llama"), peft.LoraConfig(**PLAIN)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    for half in "AB":
+        left = {key: tensor for key, tensor in tensors.items() if f"layers.0.self_attn.q_proj.lora_{half}" not in key}
+        save_file(left, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(RequestError, match="is not an adapter that can be read"):
+            load_adapter(tmp_path)
+    for name in ("model.embed_tokens", "model.norm", "model.layers.0.self_attn", "model.layers"):
+        pair = torch.zeros(8, 16), torch.zeros(182, 8)
+        with pytest.raises(RequestError, match=f"a layer {name}, which"):
+            attach_adapter(base_model("llama"), Adapter(8, {name: pair}))

@@ -11,7 +11,7 @@ so that the scale is 1. PEFT, vLLM and llama.cpp all read a uniform rank correct
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ BASE = "base.json"
 TASK_TYPES: dict[Kind | None, str] = {"causal": "CAUSAL_LM", "encoder": "FEATURE_EXTRACTION"}
 """PEFT's types; it would save a classifier's head whole, beside the change of the head that the adapter has."""
 _PREFIX = "base_model.model."
+_LINEAR = ("linear", "transposed", "like_linear")
+"""Layouts of layers that can have an adapter."""
 
 Handle = RemovableHandle | InStateDict
 
@@ -149,32 +151,61 @@ def check_base(folder: Path, model: Any) -> None:
         raise RequestError(f"model: {said} Without {BASE} in {folder} the adapter is attached all the same.") from None
 
 
-_NOT_OURS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern", "modules_to_save", "lora_bias")
-"""Settings of PEFT with which an adapter computes otherwise than the product of its two factors."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config",
+        "task_type", "fan_in_fan_out", "lora_dropout", "eva_config", "megatron_core", "qalora_group_size",
+        "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    }
+)  # fmt: skip
+"""Settings of PEFT that change nothing of an adapter whose factors are read: they say what it was made of, how it was
+trained, or which layers it has, which its tensors say too."""
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # not those that take something off the base weights first
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
+}
+"""Setting of PEFT -> the values with which PEFT adds the product of the two factors, and nothing else."""
+
+
+def _check_computes_alike(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises a `RequestError` where PEFT adds something else than B A; the setting is named."""
+    rank, alpha = config["r"], config["lora_alpha"]
+    faults = [] if rank == alpha else [f"lora_alpha is {alpha!r:.40} and r {rank!r:.40}"]
+    for key in sorted((config.keys() | {"peft_type"}) - _WITHOUT_EFFECT - {"r", "lora_alpha"}):
+        value = config[key]
+        if value not in _ALLOWED[key] if key in _ALLOWED else value:
+            faults.append(f"{key} is {value!r:.40}")
+    if faults:
+        raise RequestError(
+            f"{folder} is not an adapter of this library, which adds B A to linear layers, and nothing else: in its "
+            f"adapter_config.json {faults[0]}. Use peft to load it."
+        )
 
 
 def load_adapter(folder: Path) -> Adapter:
-    """Reads an adapter that `save_adapter` wrote.
+    """Reads an adapter that `save_adapter` wrote, or one of PEFT that computes the same.
 
     Raises:
-        RequestError: a file is missing or damaged, or the adapter is of another kind.
+        RequestError: a file is missing or damaged, or PEFT would not add exactly the product of the factors; a setting
+            that is not known here counts as such, unless it is empty or False.
     """
     try:
         config = read_object(folder / "adapter_config.json")
+        _check_computes_alike(folder, config)
         tensors = load_file(plain_file(folder / "adapter_model.safetensors"))
-        plain = config["peft_type"] == "LORA" and config["r"] == config["lora_alpha"]
-        plain = plain and not any(config.get(key) for key in _NOT_OURS) and config.get("bias", "none") == "none"
-        if not plain or not all(re.search(r"\.lora_[AB]\.weight$", key) for key in tensors):
-            raise RequestError(
-                f"{folder} is not an adapter of this library (LoRA of linear layers with lora_alpha = r, and nothing "
-                "else); use peft to load it."
-            )
         rank, pairs = int(config["r"]), {}
-        for key in (key for key in tensors if ".lora_A." in key):
-            a_RI, b_OR = tensors[key], tensors[key.replace(".lora_A.", ".lora_B.")]
+        for key in tensors:
+            if not re.search(r"\.lora_[AB]\.weight$", key):
+                raise RequestError(
+                    f"{folder} is not an adapter of this library: it has {key:.200}. Use peft to load it."
+                )
+        for layer in sorted({re.sub(r"\.lora_[AB]\.weight$", "", key) for key in tensors}):
+            a_RI, b_OR = (tensors[f"{layer}.lora_{half}.weight"] for half in "AB")
             if a_RI.ndim != 2 or b_OR.ndim != 2 or a_RI.shape[0] != rank or b_OR.shape[1] != rank:
-                raise ValueError(f"{key} does not have the shapes of rank {rank}")
-            pairs[key.removeprefix(_PREFIX).removesuffix(".lora_A.weight")] = a_RI, b_OR
+                raise ValueError(f"{layer} does not have the shapes of rank {rank}")
+            pairs[layer.removeprefix(_PREFIX)] = a_RI, b_OR
         return Adapter(rank, pairs)
     except RequestError:
         raise
@@ -189,17 +220,22 @@ _attached: WeakKeyDictionary[Any, nn.Parameter] = WeakKeyDictionary()
 def attach_adapter(model: nn.Module, adapter: Adapter) -> list[Handle]:
     """Adds the adapter in the forward pass with the same arithmetic as in training; the weights are only read.
 
-    Returns the handles of the hooks. Raises `RequestError` if a module is missing or has another shape.
+    Returns the handles of the hooks. Raises `RequestError` if a module is missing, is not linear or has another shape.
     """
     handles: list[Handle] = []
     for name, (a_RI, b_OR) in adapter.pairs.items():
         try:
             module = model.get_submodule(name)
+            weight, layout = module.get_parameter("weight"), layout_of(module)
         except AttributeError:
             raise RequestError(
                 f"the adapter has a layer {name}, which this model lacks; give the base model that it was trained on."
             ) from None
-        weight, layout = module.get_parameter("weight"), layout_of(module)
+        if layout not in _LINEAR:
+            raise RequestError(
+                f"the adapter has a layer {name}, which is not a linear layer of this model; give the base model that "
+                "it was trained on."
+            )
         shape = (b_OR.shape[0], a_RI.shape[1]) if layout != "transposed" else (a_RI.shape[1], b_OR.shape[0])
         if weight.is_floating_point() and tuple(weight.shape) != shape:
             raise RequestError(
