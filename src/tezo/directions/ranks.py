@@ -97,7 +97,12 @@ class LayerwiseRank:
 RankRule = FixedRank | LayerwiseRank
 
 
-def chosen_rank(rank: int | None, criterion: RankCriterion, rank_threshold: float, max_rank: int) -> RankRule:
+def chosen_rank(
+    rank: int | None,
+    rank_rule: RankCriterion = LayerwiseRank.criterion,
+    rank_threshold: float = LayerwiseRank.threshold,
+    max_rank: int = LayerwiseRank.max_rank,
+) -> RankRule:
     """Returns `FixedRank(rank)`, or the layer-wise rule where `rank` is None.
 
     Raises:
@@ -105,7 +110,7 @@ def chosen_rank(rank: int | None, criterion: RankCriterion, rank_threshold: floa
     """
     if rank is not None:
         for name, value, default in (
-            ("rank_rule", criterion, LayerwiseRank.criterion),
+            ("rank_rule", rank_rule, LayerwiseRank.criterion),
             ("rank_threshold", rank_threshold, LayerwiseRank.threshold),
             ("max_rank", max_rank, LayerwiseRank.max_rank),
         ):
@@ -115,7 +120,7 @@ def chosen_rank(rank: int | None, criterion: RankCriterion, rank_threshold: floa
                     "method.rank=null too."
                 )
         return FixedRank(rank=rank)
-    return LayerwiseRank(criterion=criterion, threshold=rank_threshold, max_rank=max_rank, cache=default_cache())
+    return LayerwiseRank(criterion=rank_rule, threshold=rank_threshold, max_rank=max_rank, cache=default_cache())
 
 
 def is_zero(target: Target) -> bool:

@@ -6,11 +6,11 @@ from torch import nn
 
 from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Scale, Temporal
-from tezo.directions.ranks import RankCriterion, chosen_rank
+from tezo.directions.ranks import LayerwiseRank, chosen_rank
 from tezo.methods.bases import find_basis
 from tezo.optim.factored_adam import FactoredAdam
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.optim.options import Common, with_settings
+from tezo.optim.options import Common, Ranked, with_settings
 from tezo.optim.updates import SGD, Adam, Momentum
 
 
@@ -20,13 +20,10 @@ def tezo(
     *,
     lr: float = 1e-6,
     rank: int | None = None,
-    rank_rule: RankCriterion = "ratio",
-    rank_threshold: float = 0.25,
-    max_rank: int = 64,
     scale: Scale = "raw",
     basis: str | Basis = "gaussian",
     lazy_update_interval: int | None = None,
-    **common: Unpack[Common],
+    **options: Unpack[Ranked],
 ) -> ZerothOrderOptimizer:
     """TeZO: directions that are low-rank over the model and over time.
 
@@ -46,12 +43,7 @@ def tezo(
 
     `scale="raw"` is the printed algorithm; "unit" divides Z by sqrt(r), which gives the unbiased estimate of Theorem 1.
     """
-    perturbation = Temporal(
-        chosen_rank(rank, rank_rule, rank_threshold, max_rank),
-        scale,
-        basis=find_basis(basis),
-        interval=lazy_update_interval,
-    )
+    perturbation, common = _temporal(rank, scale, basis, lazy_update_interval, options)
     return ZerothOrderOptimizer(model, perturbation, SGD(), lr=lr, **common)
 
 
@@ -62,13 +54,10 @@ def tezo_m(
     lr: float = 1e-6,
     beta: float = 0.9,
     rank: int | None = None,
-    rank_rule: RankCriterion = "ratio",
-    rank_threshold: float = 0.25,
-    max_rank: int = 64,
     scale: Scale = "raw",
     basis: str | Basis = "gaussian",
     lazy_update_interval: int | None = None,
-    **common: Unpack[Common],
+    **options: Unpack[Ranked],
 ) -> ZerothOrderOptimizer:
     """TeZO-m: TeZO with momentum on the temporal factor.
 
@@ -77,12 +66,7 @@ def tezo_m(
     Algorithm 1 of the paper; it equals momentum on W, because u and v are fixed. State: tau_M (r numbers). At a refresh
     tau_M is carried over by projection. Ranks, basis, interval and deviations: as in `tezo`.
     """
-    perturbation = Temporal(
-        chosen_rank(rank, rank_rule, rank_threshold, max_rank),
-        scale,
-        basis=find_basis(basis),
-        interval=lazy_update_interval,
-    )
+    perturbation, common = _temporal(rank, scale, basis, lazy_update_interval, options)
     return ZerothOrderOptimizer(model, perturbation, Momentum(beta), lr=lr, **common)
 
 
@@ -94,12 +78,9 @@ def tezo_adam(
     betas: tuple[float, float] = (0.9, 0.99),
     eps: float = 1e-5,
     rank: int | None = None,
-    rank_rule: RankCriterion = "ratio",
-    rank_threshold: float = 0.25,
-    max_rank: int = 64,
     scale: Scale = "raw",
     basis: str | Basis = "gaussian",
-    **common: Unpack[Common],
+    **options: Unpack[Ranked],
 ) -> ZerothOrderOptimizer:
     """TeZO-Adam: Adam with both moments stored as temporal factors.
 
@@ -112,11 +93,7 @@ def tezo_adam(
     Deviations: ranks, basis and scale as in `tezo`; bfloat16 and float16 weights are rounded stochastically.
     """
     update = FactoredAdam(betas, eps, eps_in_sqrt=True, bias_correction=False)
-    perturbation = Temporal(
-        chosen_rank(rank, rank_rule, rank_threshold, max_rank),
-        scale,
-        basis=find_basis(basis),
-    )
+    perturbation, common = _temporal(rank, scale, basis, None, options)
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)
 
 
@@ -128,13 +105,10 @@ def tezo_cadam(
     betas: tuple[float, float] = (0.9, 0.99),
     eps: float = 1e-5,
     rank: int | None = 32,
-    rank_rule: RankCriterion = "ratio",
-    rank_threshold: float = 0.25,
-    max_rank: int = 64,
     scale: Scale = "unit",
     basis: str | Basis = "gaussian",
     lazy_update_interval: int | None = None,
-    **common: Unpack[Common],
+    **options: Unpack[Ranked],
 ) -> ZerothOrderOptimizer:
     """TeZO-cAdam: Adam on the temporal coefficients. Ours, not the paper's.
 
@@ -149,10 +123,18 @@ def tezo_cadam(
     billions of parameters start with the paper's learning rates for Adam, 1e-5 to 1e-4; this is not measured.
     """
     update = Adam(betas, eps, eps_in_sqrt=True, bias_correction=False)
-    perturbation = Temporal(
-        chosen_rank(rank, rank_rule, rank_threshold, max_rank),
-        scale,
-        basis=find_basis(basis),
-        interval=lazy_update_interval,
-    )
+    perturbation, common = _temporal(rank, scale, basis, lazy_update_interval, options)
     return ZerothOrderOptimizer(model, perturbation, update, lr=lr, **common)
+
+
+def _temporal(
+    rank: int | None, scale: Scale, basis: str | Basis, interval: int | None, options: Ranked
+) -> tuple[Temporal, Common]:
+    """Returns (the perturbation with these options, the options that are left for the optimizer)."""
+    rule = chosen_rank(
+        rank,
+        options.pop("rank_rule", LayerwiseRank.criterion),
+        options.pop("rank_threshold", LayerwiseRank.threshold),
+        options.pop("max_rank", LayerwiseRank.max_rank),
+    )
+    return Temporal(rule, scale, basis=find_basis(basis), interval=interval), options

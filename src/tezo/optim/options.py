@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, get_args, get_type_hints
 
 from torch import nn
 
+from tezo.directions.ranks import RankCriterion, chosen_rank
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.optimizer import Directions, ZerothOrderOptimizer
 from tezo.optim.settings import DEFAULT, GIVEN, Setting, Settings
@@ -40,15 +41,24 @@ class Common(Basic, total=False):
     frozen_rank: int | None
 
 
+class Ranked(Common, total=False):
+    """Options of methods by two points that may choose the rank of each layer; see `chosen_rank`."""
+
+    rank_rule: RankCriterion
+    rank_threshold: float
+    max_rank: int
+
+
 @functools.cache
 def options_of(build: Callable[..., BaseOptimizer]) -> dict[str, tuple[Any, Any]]:
-    """Returns option -> (annotated type, default) of a method's function, those of `Basic` and `Common` included."""
-    own, shared = (inspect.signature(function).parameters for function in (build, ZerothOrderOptimizer.__init__))
-    found = {p.name: (p.annotation, p.default) for p in own.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    for p in own.values():
+    """Returns option -> (annotated type, default) of a method's function, the shared ones of its `**` included."""
+    named = inspect.signature(build).parameters.values()
+    shared = inspect.signature(chosen_rank).parameters | inspect.signature(ZerothOrderOptimizer.__init__).parameters
+    found = {p.name: (p.annotation, p.default) for p in named if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    for p in named:
         if p.kind is inspect.Parameter.VAR_KEYWORD:
-            (named,) = get_args(p.annotation)
-            found |= {name: (kind, shared[name].default) for name, kind in get_type_hints(named).items()}
+            (options,) = get_args(p.annotation)
+            found |= {name: (kind, shared[name].default) for name, kind in get_type_hints(options).items()}
     return found
 
 
