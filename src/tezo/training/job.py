@@ -15,6 +15,7 @@ from tezo.directions.targets import ALL, find_targets, never_called
 from tezo.forward.interception import DirectReads
 from tezo.models.kinds import IN_MEMORY, is_unused
 from tezo.models.loading import LoadedModel, check_head_not_tied
+from tezo.models.local_names import working_folder
 from tezo.models.peft import add_adapter
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.methods import AUTO, ES, method
@@ -87,10 +88,10 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
             "give --reward FILE.py:FUNCTION, or reward=... in Python."
         )
     else:
-        name = str(train.reward)
-        score, known_by = load_score(name)
+        name, folder = str(train.reward), working_folder()
+        score, known_by = load_score(name)  # its file may change the folder
         if train.reward_workers:
-            processes = Processes(name, train.reward_workers, train.reward_seconds)
+            processes = Processes(name, train.reward_workers, train.reward_seconds, folder)
     return Reward(score, name, known_by, train.max_new_tokens, train.temperature, train.seed, processes, given is None)
 
 

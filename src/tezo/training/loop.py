@@ -37,6 +37,7 @@ from tezo.training.header import (
     check_unchanged,
     log_header,
     request_of,
+    shared_header,
     with_choices_of,
     with_sources_of,
 )
@@ -77,10 +78,12 @@ def train(
         RunError: something could not be written; the run can be resumed.
     """
     processes = join()
+    output = output.absolute()  # a scorer may change the working folder
     folder = RunFolder(output, writes=processes.is_first)
     with metered() as meter, meter.telling(listener.working for listener in listeners):
         try:
             processes.check_same({"resume": resume, **request_of(config)})
+            config = with_absolute_paths(config)
             with processes.together("use the run folder"):
                 folder.check_free(resume=resume)
             if resume and (summary := read_summary(output)) is not None:
@@ -102,10 +105,7 @@ def train(
                 job = job.with_lr(
                     *processes.first([float(job.config.method.options["lr"])])
                 )  # trials may be rounded otherwise here
-                header = log_header(job)
-                own = {f"model.{part}": digest for part, digest in header["model"].items()}
-                processes.check_same(header | {"model": None} | own)  # ranks may have the same files in other places
-                job = replace(job, config=with_absolute_paths(job.config))
+                processes.check_same(shared_header(job))
                 with Interruption() as interruption:
                     return Loop(job, folder, listeners, interruption, processes).run()
             except BaseException:
@@ -213,7 +213,7 @@ class Loop:
             "notices": list(job.notices)
         }  # here: ranks need not say the same of what they measured
         state = self.folder.open(header)
-        notices = check_same(state.header, header, job) if state.begun else []
+        notices = check_same(state.header, header, job.optimizer) if state.begun else []
         first = [str(text) for text in state.header.get("notices", [])]  # of what is not measured again
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
         if isinstance(job.optimizer, ZerothOrderOptimizer):
