@@ -292,6 +292,62 @@ def test_scores_that_are_missing_are_a_share_of_each_evaluation_and_in_the_verdi
     run.close()
 
 
+WANDERS = """
+import os, tempfile
+
+def wander():
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+
+wander()
+
+def short_words(prompt, completion, row):
+    wander()
+    words = completion.split()
+    return sum(len(word) <= row["most"] for word in words) / max(1, len(words))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_scorer_that_changes_the_working_folder_moves_nothing(home, tmp_path, monkeypatch, workers):
+    (home / "wanders.py").write_text(WANDERS)
+    few = ("--steps", 2, "--set", "train.max_new_tokens=4", "--set", f"train.reward_workers={workers}")
+
+    def at_home(*arguments):
+        monkeypatch.chdir(home)
+        done = tezo(*arguments)
+        assert done.code == 0, done.err
+        return done
+
+    given = (
+        "--model",
+        "opt",
+        "--data",
+        "train.jsonl",
+        "--set",
+        "data.dev=dev.jsonl",
+        "--reward",
+        "wanders.py:short_words",
+    )
+    assert json.loads(at_home("train", *given, *few, "--output", "dry", "--dry-run", "--json").out)["steps"]
+    at_home("train", *given, *few, "--output", "run")
+    (home / "run/manifest.json").unlink()
+    at_home("train", *given, *few, "--output", "run", "--resume")
+    whole = ("--model", home / "opt", "--data", home / "train.jsonl", "--set", f"data.dev={home / 'dev.jsonl'}")
+    at_home("train", *whole, *few, "--output", tmp_path / "run", "--reward", f"{home / 'score.py'}:short_words")
+    assert same(result(home / "run"), result(tmp_path / "run"))
+    after = json.loads(at_home("eval", "run", "--reward", "wanders.py:short_words", "--json").out)
+    monkeypatch.chdir(home)
+    run = library.train(
+        "opt", "train.jsonl", dev="dev.jsonl", reward="wanders.py:short_words", output="python", steps=2,
+        max_new_tokens=4, reward_workers=workers,
+    )  # fmt: skip
+    assert run.evaluate()["reward"] == after["reward"] == run.summary["after"]["reward"]
+    assert run.export(tmp_path / "adapter").is_dir()
+    run.close()
+
+
 def test_what_is_no_function_is_refused_before_anything_is_loaded():
     with pytest.raises(RequestError, match="reward is 3; give a function"):
         library.train("nowhere", [{"prompt": "a"}], reward=3)
@@ -408,7 +464,7 @@ def test_a_dry_run_forecasts_a_run_by_its_reward(home):
 
 def test_an_evaluation_ends_the_processes_that_score_for_it(home, monkeypatch):
     made, begin = [], scoring._Process.__init__
-    monkeypatch.setattr(scoring._Process, "__init__", lambda self, scorer: made.append(self) or begin(self, scorer))
+    monkeypatch.setattr(scoring._Process, "__init__", lambda self, *given: made.append(self) or begin(self, *given))
     scorer = ("--reward", f"{home / 'score.py'}:short_words", "--set", "train.reward_workers=2")
     done = tezo("eval", home / "opt", "--data", home / "dev.jsonl", *scorer, "--set", "train.max_new_tokens=4")
     assert done.code == 0, done.err

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tezo.tasks.scorer_identity import identity_of, identity_of_file
+from tezo.tasks.scorer_identity import difference, identity_of, identity_of_file
 from tezo.tasks.scorers import load_score
 
 BEFORE = """
@@ -130,6 +130,10 @@ CHANGES_OF_HELPER = [
 ]
 
 
+def differ(before, now):
+    return difference(before.to_json(), now.to_json())
+
+
 def parts(tmp_path, source=BEFORE, name="plain", helper=HELPER, file="own.py"):
     """The identity of a scorer of a script that ran as in a notebook: its functions are of no module with a file."""
     (tmp_path / "helper.py").write_text(helper)
@@ -150,22 +154,22 @@ def test_a_scorer_that_was_defined_again_elsewhere_is_the_same(tmp_path, name):
         "async def later(prompt, completion, row):", 'async def later(prompt, completion, row):\n    """Says it."""'
     )
     for again in (parts(tmp_path, name=name, file="/other/place.py"), parts(tmp_path, moved, name)):
-        assert again.difference(before.to_json()) is None
+        assert differ(before, again) is None
     assert before.unknown == {}
 
 
 @pytest.mark.parametrize(("name", "old", "new"), CHANGES)
 def test_a_scorer_that_computes_otherwise_is_another(tmp_path, name, old, new):
     assert BEFORE.count(old) >= 1
-    assert parts(tmp_path, BEFORE.replace(old, new), name).difference(parts(tmp_path, name=name).to_json()) is not None
+    assert differ(parts(tmp_path, name=name), parts(tmp_path, BEFORE.replace(old, new), name)) is not None
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGES_OF_HELPER)
 def test_a_scorer_whose_helper_in_another_file_computes_otherwise_is_another(tmp_path, old, new):
     before = parts(tmp_path, name="of_module")
-    assert parts(tmp_path, name="of_module", helper=HELPER.replace(old, new)).difference(before.to_json()) is not None
+    assert differ(before, parts(tmp_path, name="of_module", helper=HELPER.replace(old, new))) is not None
     same = parts(tmp_path, name="of_module", helper="# a comment\n" + HELPER + "\ndef unused(): return 1\n")
-    assert same.difference(before.to_json()) is None
+    assert differ(before, same) is None
 
 
 def test_the_parts_are_the_same_in_every_process(tmp_path):
@@ -217,9 +221,9 @@ def test_what_calls_change_is_state_and_is_not_compared():
     settled = before.settled(identity_of(noted))
     assert settled.unknown == {"its variable calls": "its calls change it"}
     noted("", "text", {})
-    assert identity_of(noted).difference(settled.to_json()) is None
+    assert differ(settled, identity_of(noted)) is None
     weights["form"] = 2.0
-    assert identity_of(noted).difference(settled.to_json()) == "its variable weights"
+    assert differ(settled, identity_of(noted)) == "its variable weights"
 
 
 def test_values_of_all_kinds_are_compared():
@@ -241,16 +245,16 @@ def test_values_of_all_kinds_are_compared():
         (10**5000, 10**5000, 10**5000 + 1),
     ):
         assert identity_of(holding(first)).unknown == {}, first
-        assert identity_of(holding(same)).difference(identity_of(holding(first)).to_json()) is None
-        assert identity_of(holding(other)).difference(identity_of(holding(first)).to_json()) is not None
+        assert differ(identity_of(holding(first)), identity_of(holding(same))) is None
+        assert differ(identity_of(holding(first)), identity_of(holding(other))) is not None
     loop = []
     loop.append(loop)
-    assert identity_of(holding(loop)).difference(identity_of(holding(loop)).to_json()) is None
+    assert differ(identity_of(holding(loop)), identity_of(holding(loop))) is None
 
 
 def test_what_no_identity_is_differs():
     for before in (None, "0" * 64, {"parts": 3}, {"parts": {}, "unknown": []}):
-        assert identity_of(len).difference(before) is not None
+        assert difference(before, identity_of(len).to_json()) is not None
 
 
 def test_a_file_is_known_by_its_source_and_by_the_modules_that_it_imports(tmp_path, monkeypatch):
@@ -262,9 +266,9 @@ def test_a_file_is_known_by_its_source_and_by_the_modules_that_it_imports(tmp_pa
     _, before = load_score(f"{file}:f")
     assert list(before.parts) == ["its file", "module beside_it", "module deeper"]
     file.write_text("from beside_it import length\n# more\ndef f(p, c, r):\n    return length( c )\n")
-    assert identity_of_file(file).difference(before.to_json()) is None
+    assert differ(before, identity_of_file(file)) is None
     for path, text in ((file, "def f(p, c, r): return 2"), (tmp_path / "deeper.py", "def deep(): return 2")):
         kept = path.read_text()
         path.write_text(text)
-        assert identity_of_file(file).difference(before.to_json()) is not None
+        assert differ(before, identity_of_file(file)) is not None
         path.write_text(kept)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -169,7 +170,7 @@ def file(tmp_path):
 
 @pytest.mark.parametrize(("function", "batch"), [("by_row", False), ("as_trl", True)])
 def test_processes_say_what_this_one_says(file, function, batch):
-    processes = Processes(f"{file}:{function}", 2, 60)
+    processes = Processes(f"{file}:{function}", 2, 60, Path())
     try:
         assert [own.value for own in processes.scored(SAMPLES * 4, batch=batch)] == [10, 11, 12] * 4
     finally:
@@ -178,7 +179,7 @@ def test_processes_say_what_this_one_says(file, function, batch):
 
 def test_ctrl_c_is_not_for_the_processes(file):
     file.write_text("import os\n\n\ndef group(prompt, completion, row):\n    return os.getpgid(0)\n")
-    processes = Processes(f"{file}:group", 2, 60)
+    processes = Processes(f"{file}:group", 2, 60, Path())
     try:  # a terminal interrupts the group that the command is in
         assert os.getpgid(0) not in [own.value for own in processes.scored(SAMPLES, batch=False)]
     finally:
@@ -190,12 +191,110 @@ def test_ctrl_c_is_not_for_the_processes(file):
     [("hangs", 1, "took more than 1 s"), ("dies", 60, "ended its process (exit status 3)")],
 )
 def test_a_call_that_hangs_or_dies_is_missing_and_the_others_are_not(file, function, seconds, why):
-    processes = Processes(f"{file}:{function}", 2, seconds)
+    processes = Processes(f"{file}:{function}", 2, seconds, Path())
     try:
         for _ in range(2):  # and others take their places
             found = processes.scored(SAMPLES, batch=False)
             assert [found[0].value, found[2].value] == [10, 12]
             assert math.isnan(found[1].value) and found[1].failure == why
+    finally:
+        processes.close()
+
+
+FORKS = """
+import os, sys, time
+
+def goes_on(prompt, completion, row):
+    copy = os.fork()
+    if copy == 0:
+        return -1.0  # as if it were asked
+    os.waitpid(copy, 0)
+    return row["most"] + 10
+
+def fails(prompt, completion, row):
+    copy = os.fork()
+    if copy == 0:
+        raise ValueError("in the copy")
+    return row["most"] + 10 if os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 1 else None
+
+def asks(prompt, completion, row):
+    copy = os.fork()
+    if copy == 0:
+        sys.exit(row["most"])
+    return os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) + 10
+
+def leaves_one(prompt, completion, row):
+    if row["most"] == 1:
+        copy = os.fork()
+        if copy == 0:
+            os.setsid()
+            time.sleep(600)
+        with open(os.path.join(os.path.dirname(__file__), "pid"), "w") as file:
+            file.write(str(copy))
+        os._exit(5)
+    return row["most"] + 10
+
+async def later(prompt, completion, row):
+    copy = os.fork()
+    if copy == 0:
+        return -1.0
+    os.waitpid(copy, 0)
+    return row["most"] + 10
+
+def writes_everywhere(prompt, completion, row):
+    if row["most"] == 1:
+        for handle in range(3, 20):
+            try:
+                os.write(handle, b'{"number": 1, "scores": [{"value": 7.0, "parts": {}, "failure": null}]}\\n')
+            except OSError:
+                pass
+    return row["most"] + 10
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("function", ["goes_on", "fails", "asks", "later"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_copy_of_the_process_that_a_scorer_forks_gives_no_scores(file, function, workers):
+    file.write_text(FORKS)
+    scorer = f"{file}:{function}"
+    if workers:
+        processes = Processes(scorer, workers, 60, Path())
+        try:
+            found = [processes.scored(SAMPLES, batch=False) for _ in range(3)]
+        finally:
+            processes.close()
+        assert [[own.value for own in each] for each in found] == [[10, 11, 12]] * 3
+    else:
+        code = (
+            "from tezo.tasks.scorers import load_score; from tezo.tasks.scoring import Sample, scored\n"
+            f"samples, function = {SAMPLES}, load_score({scorer!r})[0]\n"
+            "for _ in range(3): print([own.value for own in scored(function, samples)], flush=True)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout.splitlines() == ["[10.0, 11.0, 12.0]"] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_that_ended_is_known_where_a_copy_of_it_lives_on(file):
+    file.write_text(FORKS)
+    processes = Processes(f"{file}:leaves_one", 1, 60, Path())
+    try:
+        found = processes.scored(SAMPLES, batch=False)
+    finally:
+        processes.close()
+        os.kill(int((file.parent / "pid").read_text()), signal.SIGKILL)
+    assert [own.failure for own in found] == [None, "ended its process (exit status 5)", None]
+
+
+def test_an_answer_that_was_not_asked_for_is_no_score(file):
+    file.write_text(FORKS)
+    processes = Processes(f"{file}:writes_everywhere", 1, 60, Path())
+    try:
+        for _ in range(3):
+            found = processes.scored(SAMPLES, batch=False)
+            assert [found[0].value, found[2].value] == [10, 12]
+            assert math.isnan(found[1].value) and found[1].failure == "sent what is no answer to this call"
     finally:
         processes.close()
 
@@ -214,13 +313,13 @@ def waits(prompt, completion, row):
     code = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     return subprocess.run([sys.executable, "-c", code]).returncode
 """)
-    processes, started = Processes(f"{file}:asks", 1, 60), time.monotonic()
+    processes, started = Processes(f"{file}:asks", 1, 60, Path()), time.monotonic()
     try:
         assert [own.value for own in processes.scored(SAMPLES[:1], batch=False)] == [10]
     finally:
         processes.close()
     assert "loud" in capfd.readouterr().err
-    processes = Processes(f"{file}:waits", 1, 3)
+    processes = Processes(f"{file}:waits", 1, 3, Path())
     try:
         (found,) = processes.scored(SAMPLES[:1], batch=False)
         assert found.failure == "took more than 3 s" and time.monotonic() - started < 60
@@ -258,7 +357,7 @@ def test_a_file_that_other_processes_cannot_run_gives_no_scores_and_says_so(tmp_
     (tmp_path / "score.py").write_text(
         "import sys\nif 'scoring' in sys.argv[0]:\n    sys.exit(5)\ndef f(*_): return 1\n"
     )
-    processes = Processes(f"{tmp_path / 'score.py'}:f", 2, 60)
+    processes = Processes(f"{tmp_path / 'score.py'}:f", 2, 60, Path())
     try:
         found = processes.scored(SAMPLES, batch=False)
         assert all("could not be started in a process (exit status 1" in str(own.failure) for own in found)

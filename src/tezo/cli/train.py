@@ -88,7 +88,7 @@ def train(
         if report_to is not None and line is not None:
             from tezo.trainer.callbacks import trackers
 
-            listeners.append(trackers(report_to, output))
+            listeners.append(trackers(report_to, output.absolute()))
         summary = run(config, output, listeners, resume=resume)
     if line is None:
         return

@@ -32,7 +32,7 @@ from tezo.tasks.evaluation import Metrics, evaluate, predict
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scoring import REWARD
 from tezo.tasks.untuned import MOST_ROWS
-from tezo.training.config import to_tree
+from tezo.training.config import to_tree, with_absolute_paths
 from tezo.training.evaluations import SAMPLE_TOKENS, check_objective, compares_with_untuned
 from tezo.training.job import Job, prepare
 from tezo.training.plan import parameter_counts, plan
@@ -71,6 +71,7 @@ def dry_run(config: Config) -> dict[str, Any]:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RequestError("a dry run is of one process; leave out torchrun.")
+    config = with_absolute_paths(config)  # a scorer may change the working folder
     with metered() as meter:
         started = time.perf_counter()
         job = prepare(config, measuring=False)

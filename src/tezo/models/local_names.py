@@ -31,6 +31,14 @@ def absolute_name(name: str) -> str:
     return str(path.parent.resolve() / path.name) if path.exists() else name
 
 
+def working_folder() -> Path:
+    """Returns the working folder; where it is gone, the root of its disk."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/")
+
+
 def is_gone(name: str) -> bool:
     """Returns whether a name is a whole path, as `absolute_name` gives it, of nothing that is here."""
     path = Path(name)

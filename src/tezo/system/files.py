@@ -203,7 +203,7 @@ def check_free(output: Path, ways: str = "give another --output, or delete it fi
 
     A folder that has only what killed processes left of files and folders they were writing is emptied.
     """
-    if str(output) == "-":
+    if output.name == "-":  # whose path may be whole already
         raise RequestError("output is -, and standard output takes no folder; give a folder.")
     inside = list(output.iterdir()) if output.is_dir() else []
     if not all(map(_is_leftover, inside)) or (output.exists() and not output.is_dir()):

@@ -60,27 +60,31 @@ class Identity:
 
     def settled(self, later: "Identity") -> "Identity":
         """Returns the identity without the parts that differ `later`, after calls: they are state, not the scorer."""
-        changed = differing_parts(self.parts, later.parts)
+        changed = _differing(self.parts, later.parts)
         parts = {name: digest for name, digest in self.parts.items() if name not in changed}
         return Identity(parts, {**self.unknown, **dict.fromkeys(changed, "its calls change it")})
-
-    def difference(self, before: object) -> str | None:
-        """Returns the name of the first part that differs from `to_json` of an earlier identity; None: there is none.
-
-        Parts that were not compared then are not compared now.
-        """
-        parts, unknown = (before.get(key) if isinstance(before, Mapping) else None for key in ("parts", "unknown"))
-        if not isinstance(parts, Mapping) or not isinstance(unknown, Mapping):
-            return "all of it"
-        return next((name for name in differing_parts(parts, self.parts) if name not in unknown), None)
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON, for the header of a log."""
         return {"parts": dict(self.parts), "unknown": dict(self.unknown)}
 
 
-def differing_parts(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
-    """Returns the names of parts that two identities do not have in common."""
+def difference(before: object, now: object) -> str | None:
+    """Returns the name of the first part in which two identities differ, each by `to_json`; None: they are the same.
+
+    Parts that `before` says are not compared are passed over. What is no identity has no part, and "all of it" differs.
+    """
+    if before is None and now is None:
+        return None
+    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+        return "all of it"
+    parts, others, unknown = before.get("parts"), now.get("parts"), before.get("unknown")
+    if not isinstance(parts, Mapping) or not isinstance(others, Mapping) or not isinstance(unknown, Mapping):
+        return "all of it"
+    return next((name for name in _differing(parts, others) if name not in unknown), None)
+
+
+def _differing(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
     return [name for name in {**left, **right} if left.get(name) != right.get(name)]
 
 

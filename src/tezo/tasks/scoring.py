@@ -7,13 +7,15 @@ Nothing here imports torch, so that a process that scores starts at once.
 import asyncio
 import inspect
 import math
+import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tezo.system.errors import RequestError
 
@@ -122,6 +124,34 @@ def columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     return found | {"prompts": [s.prompt for s in samples], "completions": [s.completion for s in samples]}
 
 
+@contextmanager
+def _ending_copies() -> Iterator[None]:
+    """Surrounds a call of the user's code. A copy of this process that it forks ends where it would leave the call."""
+    process = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != process:
+            _end_copy(error)
+        raise
+    if os.getpid() != process:
+        _end_copy(SystemExit(0))
+
+
+def _end_copy(error: BaseException) -> NoReturn:
+    """Ends this process, as Python does for an error that nobody has caught."""
+    status = (error.code or 0) if isinstance(error, SystemExit) else 1
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status & 0xFF)
+
+
 def scored(function: Score, samples: Sequence[Sample]) -> list[Scored]:
     """Returns the score of each sample, by this process. A call that fails is made up to `TRIES` times.
 
@@ -156,8 +186,9 @@ async def _all(function: Score, samples: Sequence[Sample], begun: Sequence[Any])
     async def one(sample: Sample, first: Any) -> Any:
         for attempt in range(TRIES):
             try:
-                value: Any = function(*arguments(function, sample)) if attempt else first
-                return await value if inspect.isawaitable(value) else value
+                with _ending_copies():
+                    value: Any = function(*arguments(function, sample)) if attempt else first
+                    return await value if inspect.isawaitable(value) else value
             except FAULTS as error:
                 failure = missing(f"raised {type(error).__name__} ({error})")
         return failure
@@ -176,7 +207,8 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
+    with _ending_copies():
+        return await value
 
 
 def _done(value: Any) -> Any:
@@ -187,7 +219,8 @@ def _tried(call: Callable[[], Any]) -> Any:
     """Returns what a call returns, or a `Scored` that says how the last of its tries failed."""
     for _ in range(TRIES):
         try:
-            return call()
+            with _ending_copies():
+                return call()
         except FAULTS as error:
             failure = missing(f"raised {type(error).__name__} ({error})")
     return failure

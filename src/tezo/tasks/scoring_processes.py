@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
+from tezo.system.files import write_all
 from tezo.tasks.scorers import load_score
 from tezo.tasks.scoring import Sample, Scored, missing, scored
 
@@ -23,14 +25,18 @@ from tezo.tasks.scoring import Sample, Scored, missing, scored
 class Processes:
     """Processes that score, each with the function of a file. They get samples, and answer, as lines of JSON.
 
+    Requests have numbers, which answers repeat: no score is taken for that of another call.
+
     Args:
         scorer: FILE.py:FUNCTION.
         count: number of processes.
         seconds: limit of a call, after which its process is ended and another takes its place.
+        folder: where they start.
     """
 
-    def __init__(self, scorer: str, count: int, seconds: float) -> None:
+    def __init__(self, scorer: str, count: int, seconds: float, folder: Path) -> None:
         self._scorer, self._seconds = scorer, seconds
+        self._folder = folder
         self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(count)
         for _ in range(count):
@@ -51,7 +57,7 @@ class Processes:
         process = self._free.get()
         try:
             if process is None:
-                process = _Process(self._scorer)
+                process = _Process(self._scorer, self._folder)
             found = process.scored(samples, self._seconds)
             if isinstance(found, str):
                 process = None
@@ -73,11 +79,12 @@ class Processes:
 class _Process:
     """A process that runs `main` of this module."""
 
-    def __init__(self, scorer: str) -> None:
+    def __init__(self, scorer: str, folder: Path) -> None:
+        self._number = 0
         # not of multiprocessing, which would run the user's script again
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tezo.tasks.scoring_processes", scorer], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, encoding="utf-8",
+            stdout=subprocess.PIPE, text=True, encoding="utf-8", cwd=folder,
             process_group=0,  # Ctrl-C is for the run, which finishes its step
         )  # fmt: skip
         self._read(START_SECONDS)
@@ -87,13 +94,19 @@ class _Process:
         assert self._process.stdin is not None
         if self._process.stdin.closed:
             return f"could not be started in a process (exit status {self._process.returncode}; see standard error)"
+        self._number += 1
+        request = {"number": self._number, "samples": [asdict(sample) for sample in samples]}
         with suppress(OSError):  # it has ended: there is nothing to read either
-            self._process.stdin.write(json.dumps([asdict(sample) for sample in samples], default=str) + "\n")
+            self._process.stdin.write(json.dumps(request, default=str) + "\n")
             self._process.stdin.flush()
         started = time.monotonic()
         line = self._read(seconds)
         if line:
-            return [Scored(**own) for own in json.loads(line)]
+            found = _scores_in(line, self._number, len(samples))
+            if found is not None:
+                return found
+            self.end()
+            return "sent what is no answer to this call"
         if time.monotonic() - started >= seconds:
             return f"took more than {seconds:g} s"
         return f"ended its process (exit status {self._process.returncode})"
@@ -128,6 +141,16 @@ class _Process:
         self._process.wait()
 
 
+def _scores_in(line: str, number: int, count: int) -> list[Scored] | None:
+    """Returns the scores of an answer; None where it is not the one to request `number`, of so many samples."""
+    try:
+        answer = json.loads(line)
+        found = [Scored(**own) for own in answer["scores"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if answer["number"] == number and len(found) == count else None
+
+
 ENDING_SECONDS = 1.0
 """How long a process may take to end by itself."""
 START_SECONDS = 60.0
@@ -136,17 +159,27 @@ START_SECONDS = 60.0
 
 def main() -> None:
     """Scores what standard input asks for, line by line, with the function that the argument names."""
-    answers, asked = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), encoding="utf-8")
+    asked, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.dup(1)
     os.dup2(2, 1)  # what the scorer prints is no answer, nor what programs print that it starts
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if hasattr(os, "register_at_fork"):  # a copy neither answers nor keeps the pipes open
+        os.register_at_fork(after_in_child=lambda: _close(asked.fileno(), answers))
     function, _ = load_score(sys.argv[1])
-    print("[]", file=answers, flush=True)
+    write_all(answers, b"[]\n")
     for line in asked:
-        found = scored(function, [Sample(**own) for own in json.loads(line)])
-        print(json.dumps([asdict(own) for own in found]), file=answers, flush=True)
+        request = json.loads(line)
+        found = scored(function, [Sample(**own) for own in request["samples"]])
+        answer = {"number": request["number"], "scores": [asdict(own) for own in found]}
+        write_all(answers, f"{json.dumps(answer)}\n".encode())
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)  # threads of the scorer may wait for ever
+
+
+def _close(*handles: int) -> None:
+    for handle in handles:
+        with suppress(OSError):
+            os.close(handle)
 
 
 if __name__ == "__main__":

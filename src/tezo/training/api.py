@@ -25,7 +25,7 @@ from tezo.system.values import coerce, path_of, takes
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
-from tezo.training.config import overlay, parse_config, read_run_config
+from tezo.training.config import absolute_setting, overlay, parse_config, read_run_config
 from tezo.training.job import Job, build_method, parse_method
 from tezo.training.keywords import Options, dotted_settings
 from tezo.training.listeners import Listener
@@ -106,6 +106,7 @@ def train(
     given = dotted_settings(named, settings or {})
     if reward is not None:
         given.append(("train.reward", reward if isinstance(reward, str) else IN_MEMORY))
+    reward = absolute_setting("train.reward", reward)  # for evaluations by it
     score = None if isinstance(reward, str) else reward
     if score is not None and not callable(score):
         raise RequestError(f"reward is {score!r}; give a function, or FILE.py:FUNCTION.")
@@ -283,12 +284,12 @@ def _with_object(config: Config, model: Any, tokenizer: Any, *, keep: bool) -> t
 
 def _folder(output: str | Path | None, *, resume: bool) -> Path:
     if output is not None:
-        return path_of("output", output)
+        return path_of("output", output).absolute()
     if resume:
         raise RequestError("resume is set, and output is not; give the folder of the run to go on with.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RequestError("output is not set, and several processes need one folder to share; give it.")
-    return Path(tempfile.mkdtemp(prefix="tezo-"))
+    return Path(tempfile.mkdtemp(prefix="tezo-")).absolute()
 
 
 def _leave(folder: Path, error: BaseException) -> None:

@@ -11,6 +11,7 @@ from tezo.models.identity import check_model
 from tezo.models.kinds import engine_kind
 from tezo.models.loading import DTYPES, LoadedModel
 from tezo.models.local_names import is_gone
+from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.settings import SOURCES, Setting, Settings
 from tezo.runs.environment import versions
 from tezo.runs.files import check_complete, check_place, check_rows, check_settings
@@ -18,7 +19,7 @@ from tezo.runs.step_log import LogContents, NewTotal
 from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.objective import Encoded
-from tezo.tasks.scorer_identity import Identity
+from tezo.tasks.scorer_identity import difference
 from tezo.tasks.scorers import identity
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits
@@ -67,19 +68,30 @@ def log_header(job: Job) -> dict[str, Any]:
     }
 
 
+def shared_header(job: Job) -> dict[str, Any]:
+    """Returns those values of `log_header` that ranks which share a run have in common, with the model's one by one.
+
+    Paths are not among them: ranks may have the same files in other places.
+    """
+    header = log_header(job)
+    settings = {key: value for key, value in _settings(header["config"]).items() if key not in PATHS}
+    model = {f"model.{part}": digest for part, digest in header["model"].items()}
+    return header | {"config": settings, "model": None} | model
+
+
 def _answer(row: Encoded) -> tuple[Any, ...]:
     example = row.example
     answer = example.answer, example.options, example.label, example.right, example.references
     return (*answer, tuple(sorted(example.fields.items()))) if example.fields else answer
 
 
-def check_same(found: Mapping[str, Any], own: Mapping[str, Any], job: Job) -> list[str]:
+def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: BaseOptimizer) -> list[str]:
     """Returns what the user should know before a run goes on.
 
     Args:
         found: header of the run's log.
         own: header of the run that is asked for.
-        job: that is asked for.
+        optimizer: of the run that is asked for.
 
     Raises:
         RequestError: it is another run that is asked for.
@@ -91,9 +103,9 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], job: Job) -> li
     check_settings(before, _with_moved(before, now))
     check_rows(found, own)
     _check_function(*(header["config"]["train"].get("reward") for header in (found, own)))
-    _check_scorer(found.get("reward"), None if job.reward is None else job.reward.identity)
+    _check_scorer(found.get("reward"), own.get("reward"))
     check_model(found["model"], own["model"])
-    return check_place(found, own, job.optimizer.drawn_on_the_device)
+    return check_place(found, own, optimizer.drawn_on_the_device)
 
 
 def with_choices_of(begun: LogContents, asked: Config) -> Config:
@@ -216,16 +228,15 @@ def check_given(
     if header["read_rows"] != rows.digest:
         raise RequestError(f"data: the rows are not those that the run began with; {BACK}.")
     if scorer is not None:
-        _check_scorer(header.get("reward"), identity(scorer))
+        _check_scorer(header.get("reward"), identity(scorer).to_json())
     if loaded is not None:
         check_model(header["model"], loaded.fingerprint)
 
 
-def _check_scorer(before: object, now: Identity | None) -> None:
-    part = None if now is None else now.difference(before)
-    if part is not None or (now is None) != (before is None):
-        told = "" if part is None else f" ({part} differs)"
-        raise RequestError(f"train.reward: the scorer is not the one that the run began with{told}; {BACK}.")
+def _check_scorer(before: object, now: object) -> None:
+    part = difference(before, now)
+    if part is not None:
+        raise RequestError(f"train.reward: the scorer is not the one that the run began with ({part} differs); {BACK}.")
 
 
 def _check_function(before: str | None, now: str | None) -> None:

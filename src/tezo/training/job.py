@@ -17,6 +17,7 @@ from tezo.forward.perturbed_parameter import is_changed_beside, settle
 from tezo.methods import AUTO, BASELINES, ES, METHODS, method
 from tezo.models.kinds import IN_MEMORY, is_unused
 from tezo.models.loading import SETTLED, LoadedModel, check_head_not_tied
+from tezo.models.local_names import working_folder
 from tezo.models.peft import add_adapter
 from tezo.newton.text import fits_text
 from tezo.optim.base_optimizer import BaseOptimizer
@@ -92,10 +93,10 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
             "give --reward FILE.py:FUNCTION, or reward=... in Python."
         )
     else:
-        name = str(train.reward)
-        score, known_by = load_score(name)
+        name, folder = str(train.reward), working_folder()
+        score, known_by = load_score(name)  # its file may change the folder
         if train.reward_workers:
-            processes = Processes(name, train.reward_workers, train.reward_seconds)
+            processes = Processes(name, train.reward_workers, train.reward_seconds, folder)
     return Reward(score, name, known_by, train.max_new_tokens, train.temperature, train.seed, processes, given is None)
 
 

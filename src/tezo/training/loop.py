@@ -41,6 +41,7 @@ from tezo.training.header import (
     log_header,
     new_total,
     request_of,
+    shared_header,
     with_choices_of,
     with_sources_of,
 )
@@ -81,10 +82,12 @@ def train(
         RunError: something could not be written, or a file of the base was changed meanwhile; the run can be resumed.
     """
     processes = join()
+    output = output.absolute()  # a scorer may change the working folder
     folder = RunFolder(output, writes=processes.is_first)
     with metered() as meter, meter.telling(listener.working for listener in listeners):
         try:
             processes.check_same({"resume": resume, **request_of(config)})
+            config = with_absolute_paths(config)
             with processes.together("use the run folder"):
                 folder.check_free(resume=resume)
             begun = folder.log() if resume else None
@@ -108,10 +111,7 @@ def train(
                 job = job.with_lr(
                     *processes.first([float(job.config.method.options["lr"])])
                 )  # trials may be rounded otherwise here
-                header = log_header(job)
-                own = {f"model.{part}": digest for part, digest in header["model"].items()}
-                processes.check_same(header | {"model": None} | own)  # ranks may have the same files in other places
-                job = replace(job, config=with_absolute_paths(job.config))
+                processes.check_same(shared_header(job))
                 with Interruption() as interruption:
                     return Loop(job, folder, listeners, interruption, processes).run()
             except BaseException:
@@ -237,7 +237,7 @@ class Loop:
             "notices": list(job.notices)
         }  # here: ranks need not say the same of what they measured
         state = self.folder.open(header)
-        notices = check_same(state.header, header, job) if state.begun else []
+        notices = check_same(state.header, header, job.optimizer) if state.begun else []
         if state.begun and (total := new_total(state, self.settings.num_steps)) is not None:
             self.folder.append_total(total)
             state = replace(state, totals=[*state.totals, total], end=None)

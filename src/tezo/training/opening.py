@@ -25,7 +25,7 @@ from tezo.tasks.notices import token_notices
 from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import NO_ROWS, digest_of, rows_to_report
-from tezo.training.config import overlay, parse_config, read_run_config
+from tezo.training.config import overlay, parse_config, read_run_config, with_absolute_paths
 from tezo.training.header import with_dtype_of
 from tezo.training.job import load, make_reward
 from tezo.training.recipe import Config
@@ -201,6 +201,7 @@ def measure_rows(
     `shots` training rows are shown before each question; of `calibrate` see `tezo.tasks.evaluation.option_scores`. With
     `score`, a scorer of completions that is an object, or with train.reward, the reward is what is measured.
     """
+    config = with_absolute_paths(config)  # a scorer may change the working folder
     sizes = {"batch_size": config.train.eval_batch_size, "seed": config.train.seed}
     given = score is not None or config.train.reward is not None
     reward = make_reward(config, score) if given else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tezo.models.loading import LoadedModel
+from tezo.models.local_names import absolute_name
 from tezo.runs.files import check_manifest
 from tezo.runs.folder import CONFIG, METRICS
 from tezo.runs.text_logs import MOST_METRICS, value_of
@@ -61,10 +62,10 @@ class Run:
         trust_remote_code: bool = False,
         progress: bool = True,
     ) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()
         self.summary = summary
         self.progress = progress
-        self._name = base if isinstance(base, str) else None
+        self._name = absolute_name(base) if isinstance(base, str) else None
         self._base = None if isinstance(base, str) else base
         settings: list[tuple[str, Any]] = [("model.trust_remote_code", trust_remote_code)]
         if self._name:

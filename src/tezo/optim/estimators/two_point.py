@@ -12,7 +12,17 @@ from tezo.directions.spaces import Direction
 from tezo.forward.blocks import NotInBlocksError
 from tezo.forward.perturbed_parameter import PerturbedParameter, Shift
 from tezo.optim.closures import Closure, Losses
-from tezo.optim.estimators.estimate import TWO_POINT, Estimate, Estimator, Probe, StepDraw, StepRecord, average, mean_loss, precise
+from tezo.optim.estimators.estimate import (
+    TWO_POINT,
+    Estimate,
+    Estimator,
+    Probe,
+    StepDraw,
+    StepRecord,
+    average,
+    mean_loss,
+    precise,
+)
 from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
 from tezo.system.signals import let_interrupt
