@@ -19,8 +19,8 @@ from torch import Tensor
 from tezo.directions.bases.activation import RangeFinder, recording
 from tezo.directions.targets import Target
 from tezo.runs.environment import hardware, versions
-from tezo.training.config import parse_config
 from tezo.training.job import prepare
+from tezo.training.settings import parse_config
 
 EDGES = (0, 1, 4, 16, 64, 384)
 """Of the groups, in the order of falling eigenvalues; layers with more inputs are cut there."""

@@ -25,8 +25,8 @@ from tezo_studies.bench.result_files import commit
 
 from tezo.directions.products import evaluation_mode, float32_on_emulating_cpu
 from tezo.runs.environment import hardware, threads, versions
-from tezo.training.config import read_config
 from tezo.training.job import prepare
+from tezo.training.settings import read_config
 
 MODEL, DTYPES = "embedded:smollm2-135m", ("float32", "bfloat16")
 MOST_CHARACTERS = 110

@@ -28,9 +28,9 @@ from tezo_studies.bench.result_files import commit
 from tezo.runs.environment import hardware, versions
 from tezo.system.errors import TezoError
 from tezo.system.progress import AFTER, BEFORE, BETWEEN, current, quiet_libraries
-from tezo.training.config import read_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
+from tezo.training.settings import read_config
 
 MODEL = "embedded:smollm2-135m"
 ROWS_OF_A_PASS = 64

@@ -27,8 +27,8 @@ from tezo.runs.environment import hardware, versions
 from tezo.system.progress import quiet_libraries
 from tezo.tasks.rewards import MOST_WRITING, RewardRows
 from tezo.tasks.splits import read_splits
-from tezo.training.config import parse_config
 from tezo.training.job import Job, prepare
+from tezo.training.settings import parse_config
 
 TASK = reward_tasks.TASKS["form"]
 MEMBERS, PROMPTS, TURNS = 8, 8, 3

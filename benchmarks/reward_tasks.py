@@ -38,8 +38,8 @@ from tezo.system.progress import quiet_libraries
 from tezo.tasks.evaluation import measure
 from tezo.tasks.row_files import DataConfig, file_rows
 from tezo.tasks.splits import read_splits
-from tezo.training.config import parse_config
 from tezo.training.job import prepare
+from tezo.training.settings import parse_config
 
 MODEL = "embedded:smollm2-135m"
 ISSUES = Path(__file__).parents[1] / "examples/issues"

@@ -122,8 +122,8 @@ def run(job: Job) -> dict[str, Any]:
 
     from tezo.system.errors import TezoError
     from tezo.system.progress import quiet_libraries
-    from tezo.training.config import read_config
     from tezo.training.loop import train
+    from tezo.training.settings import read_config
 
     torch.set_num_threads(1)
     quiet_libraries()

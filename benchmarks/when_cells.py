@@ -104,8 +104,8 @@ class Curve(Listener):
 
 def curves(cell: dict[str, Any]) -> dict[str, Any]:
     """A run: its curve, and what it came to."""
-    from tezo.training.config import read_config
     from tezo.training.loop import train
+    from tezo.training.settings import read_config
 
     curve = Curve()
     with tempfile.TemporaryDirectory() as folder:
@@ -118,8 +118,8 @@ def curves(cell: dict[str, Any]) -> dict[str, Any]:
 def probe(cell: dict[str, Any]) -> dict[str, Any]:
     """Logistic regression on the frozen model: its metrics on the test rows, and seconds with the model in memory."""
     from tezo.tasks.untuned import PROBE, measure_untuned
-    from tezo.training.config import read_config
     from tezo.training.job import load
+    from tezo.training.settings import read_config
 
     config = read_config(None, list(cell["settings"].items()))
     loaded, started = load(config), time.perf_counter()

@@ -15,7 +15,7 @@ from pathlib import Path
 from tables import TABLES
 
 from tezo.methods import AUTO, METHODS
-from tezo.training import recipe
+from tezo.training import settings as recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (

@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from render import ROOT, shown
 
 from tezo.methods import BASELINES, METHODS, Method
-from tezo.training.config import recipe_folder
+from tezo.training.settings import recipe_folder
 
 ELSEWHERE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md", "CONTRIBUTING.md": "contributing.md"}
 """Documents outside docs/ -> their page."""

@@ -25,9 +25,8 @@ from tezo.runs import folder as run_folder
 from tezo.runs import step_log as steplog
 from tezo.runs.environment import hardware, versions
 from tezo.system import files
-from tezo.training.config import parse_config
 from tezo.training.loop import train
-from tezo.training.recipe import Config
+from tezo.training.settings import Config, parse_config
 
 OPERATIONS = ("open", "write", "fsync", "replace")
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tezo.training.config import parse_config
-from tezo.training.recipe import Config
+from tezo.training.settings import Config, parse_config
 
 DENSE = ("mezo", "mezo-adam", "lozo", "subzo", "zo-adamu", "tezo-adam")
 FACTORED = ("tezo", "tezo-m", "tezo-cadam")

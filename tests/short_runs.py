@@ -9,10 +9,9 @@ from cases import CASES
 from safetensors.torch import load_file
 
 from tezo.methods import METHODS
-from tezo.training.config import parse_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
-from tezo.training.recipe import Config
+from tezo.training.settings import Config, parse_config
 
 STEPS = 9
 

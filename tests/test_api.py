@@ -27,9 +27,8 @@ from tezo.models.kinds import ModelConfig
 from tezo.runs.text_logs import value_of
 from tezo.system.errors import RequestError, RunError
 from tezo.tasks.row_files import DataConfig
-from tezo.training.keywords import PARAMETERS, Options
 from tezo.training.listeners import Listener
-from tezo.training.recipe import TrainConfig
+from tezo.training.settings import PARAMETERS, Options, TrainConfig
 
 ROWS = {"train": label_rows(20), "dev": label_rows(8, seed=1), "test": label_rows(12, seed=2)}
 SETTINGS = {"steps": 4, "batch_size": 4, "lr": 0.05, "rank": 4, "keep_best": False, "log_every": 2, "eval_every": 2}

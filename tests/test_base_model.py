@@ -24,10 +24,10 @@ from tezo.models.loading import from_objects, load_model
 from tezo.models.stored import stamp
 from tezo.system.errors import RequestError
 from tezo.training.api import load_adapter
-from tezo.training.config import read_run_config
-from tezo.training.header import log_header, with_dtype_of
 from tezo.training.job import prepare
 from tezo.training.loop import train
+from tezo.training.resume import log_header, with_dtype_of
+from tezo.training.settings import read_run_config
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from tezo.tasks.row_sources import read_rows
 from tezo.tasks.setup import make_format, make_objective
 from tezo.training.loop import train
 from tezo.training.opening import open_model, run_config
-from tezo.training.recipe import TrainConfig
-from tezo.training.schedule import interval
+from tezo.training.rows_of_steps import interval
+from tezo.training.settings import TrainConfig
 
 
 @pytest.fixture(scope="module")

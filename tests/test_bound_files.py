@@ -16,11 +16,10 @@ from tezo.runs.files import MANIFEST, check_manifest
 from tezo.runs.folder import FILES, LOG, METRICS
 from tezo.system.errors import RequestError
 from tezo.training.api import open_run
-from tezo.training.config import parse_config, to_tree
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
-from tezo.training.recipe import Config
-from tezo.training.replay import replay
+from tezo.training.resume import replay
+from tezo.training.settings import Config, parse_config, to_tree
 
 KINDS = {"activation": "head-feedback", "whole model": "mezo"}
 

@@ -9,8 +9,8 @@ from folders import label_rows, model_folder, write_rows
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from tezo.trainer.callbacks import TrainerCallbacks
-from tezo.training.config import parse_config
 from tezo.training.loop import train
+from tezo.training.settings import parse_config
 
 
 @pytest.fixture(scope="module")

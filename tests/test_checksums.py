@@ -16,9 +16,8 @@ from tezo.runs.step_log import read_log
 from tezo.runs.text_logs import MetricsLog, ScoredLog, line_of, value_of
 from tezo.system.errors import RequestError
 from tezo.training.api import open_run
-from tezo.training.config import parse_config
 from tezo.training.loop import train
-from tezo.training.recipe import Config
+from tezo.training.settings import Config, parse_config
 
 SCORER = "def length(prompt, completion, row):\n    return float(len(completion))\n"
 

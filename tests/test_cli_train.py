@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from tezo.methods import METHODS
 from tezo.runs.words import work_text
 from tezo.tasks.examples import MOST_TEXT
-from tezo.training.recipe import TrainConfig
-from tezo.training.resolution import with_steps
+from tezo.training.choices import with_steps
+from tezo.training.settings import TrainConfig
 
 PROGRAM = Path(sys.executable).parent / "tezo"
 COMMANDS = ("train", "eval", "predict", "export", "methods", "doctor", "report")

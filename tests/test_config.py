@@ -12,8 +12,7 @@ from tezo.methods import METHODS, Rate
 from tezo.models.kinds import ModelConfig
 from tezo.system.errors import RequestError
 from tezo.tasks.row_files import DataConfig
-from tezo.training.config import dump_config, parse_config, parse_setting, read_config
-from tezo.training.recipe import Config, TrainConfig
+from tezo.training.settings import Config, TrainConfig, dump_config, parse_config, parse_setting, read_config
 
 LEAST = {"model": {"name": "m"}, "data": {"train": "d"}}
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}

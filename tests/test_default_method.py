@@ -12,16 +12,14 @@ import tezo
 from tezo.methods import METHODS
 from tezo.runs.step_log import read_log
 from tezo.tasks.evaluation import evaluate
-from tezo.training import best_state
-from tezo.training.config import dump_config, parse_config, parse_setting, read_config
+from tezo.training import stopping as best_state
+from tezo.training.choices import with_steps
 from tezo.training.job import prepare
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
-from tezo.training.recipe import TrainConfig
-from tezo.training.replay import replay
-from tezo.training.resolution import with_steps
-from tezo.training.run_rows import HeldOutRows
-from tezo.training.schedule import lr_factor
+from tezo.training.resume import replay
+from tezo.training.rows_of_steps import HeldOutRows, lr_factor
+from tezo.training.settings import TrainConfig, dump_config, parse_config, parse_setting, read_config
 
 OWN = ["train.steps=3", "train.epochs=1", "train.batch_size=4", "train.feedback_first=0", "method.lr=1e-3",
        "method.rank=2"]  # fmt: skip

@@ -5,7 +5,7 @@ import json
 import pytest
 from folders import completion_rows, label_rows, model_folder, refused, settings, tezo, write_rows
 
-from tezo.training.config import parse_config, read_config
+from tezo.training.settings import parse_config, read_config
 
 
 @pytest.fixture(scope="module")

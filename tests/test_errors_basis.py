@@ -20,9 +20,9 @@ from tezo.newton.labels import Layout, common, contrasts, regress
 from tezo.newton.look import ErrorBasis
 from tezo.newton.recording import AddedVectors
 from tezo.system.errors import RequestError
-from tezo.training.config import parse_config
 from tezo.training.job import prepare
-from tezo.training.run_rows import looked_and_stepped
+from tezo.training.rows_of_steps import looked_and_stepped
+from tezo.training.settings import parse_config
 
 
 def ridge_regression(x: Tensor, e: Tensor, ridge: float) -> Tensor:

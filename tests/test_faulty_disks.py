@@ -22,9 +22,9 @@ from tezo.runs.step_log import read_log
 from tezo.system import files
 from tezo.system.errors import RunError, TezoError
 from tezo.system.files import UntrustedError
-from tezo.training.config import dump_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
+from tezo.training.settings import dump_config
 
 pytestmark = pytest.mark.disk
 

@@ -29,11 +29,11 @@ from tezo.runs.folder import LOG
 from tezo.runs.reader import read_run
 from tezo.runs.step_log import read_log
 from tezo.system.errors import RequestError
-from tezo.training.config import read_config
 from tezo.training.job import prepare
 from tezo.training.loop import train
-from tezo.training.replay import replay
-from tezo.training.schedule import EARLY_RATE, LEAST_STEPS
+from tezo.training.resume import replay
+from tezo.training.rows_of_steps import EARLY_RATE, LEAST_STEPS
+from tezo.training.settings import read_config
 
 FIRST, LAST = 3, 4
 

@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 import pytest
 
-from tezo.training.guard import FALSE_ALARM_RATE, SHORTEST_WINDOW, Guard, student_quantile
+from tezo.training.stopping import FALSE_ALARM_RATE, SHORTEST_WINDOW, Guard, student_quantile
 
 STEPS = 400
 

@@ -20,9 +20,9 @@ from tezo.optim.learning_rate import CAUTION, ENOUGH, MOST_PASSES, MOST_TRIALS, 
 from tezo.optim.updates import SGD, Adam, AdaMU, NormalizedSGD
 from tezo.runs.step_log import read_log
 from tezo.system.errors import NonFiniteModelError
-from tezo.training.config import read_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
+from tezo.training.settings import read_config
 
 HELD_OUT, HELD_OUT_PASSES = 8, 2
 

@@ -14,8 +14,8 @@ from tezo.runs.folder import FILES, LOG, METRICS
 from tezo.system import files
 from tezo.system.errors import RequestError
 from tezo.system.files import UntrustedError, append, new_folder, read_bytes, write_file
-from tezo.training.config import parse_config, to_tree
 from tezo.training.loop import train
+from tezo.training.settings import parse_config, to_tree
 
 
 @pytest.fixture(scope="module")

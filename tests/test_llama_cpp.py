@@ -24,10 +24,10 @@ from tezo.forecast.dry_run import dry_run
 from tezo.forward.engine import NOTHING, Asked
 from tezo.forward.perturbed_parameter import Shift
 from tezo.system.errors import RequestError
-from tezo.training.config import parse_config
 from tezo.training.job import prepare
 from tezo.training.loop import train as run_config
-from tezo.training.replay import replay
+from tezo.training.resume import replay
+from tezo.training.settings import parse_config
 
 engine = pytest.mark.engine
 

@@ -29,9 +29,9 @@ from tezo.forward.engine import Asked, Continuing
 from tezo.models.kinds import ModelConfig
 from tezo.runs.step_log import read_log
 from tezo.system.errors import RequestError
-from tezo.training.config import parse_config, to_tree
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
+from tezo.training.settings import parse_config, to_tree
 
 TEXTS = [(5, 6, 7, 8, 9), (5, 6, 11, 12)]
 

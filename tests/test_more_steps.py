@@ -20,11 +20,10 @@ from tezo.runs.folder import ANSWERS, LOG, SUMMARY
 from tezo.runs.reader import read_run
 from tezo.runs.resuming import RUN, in_folder, resume_line
 from tezo.runs.step_log import End, NewTotal, StepLog, read_log
-from tezo.training.best_state import STAGNATED
-from tezo.training.config import dump_config, parse_config, to_tree
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
-from tezo.training.recipe import Config
+from tezo.training.settings import Config, dump_config, parse_config, to_tree
+from tezo.training.stopping import STAGNATED
 
 FEW, MORE = 4, 8
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 import tezo
 from tezo.directions.outputs import Outputs, errors, fitted_bias, joined, of_tokens
 from tezo.optim.closures import RowOutputs
-from tezo.training.config import parse_config
 from tezo.training.job import prepare
+from tezo.training.settings import parse_config
 
 
 def objective_closures(tmp_path) -> dict[str, RowOutputs]:

@@ -31,10 +31,10 @@ from tezo.models.loading import load_model
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.system.errors import RequestError
-from tezo.training.config import dump_config, overlay, parse_config, to_tree
 from tezo.training.job import prepare
 from tezo.training.loop import train
-from tezo.training.replay import replay
+from tezo.training.resume import replay
+from tezo.training.settings import dump_config, overlay, parse_config, to_tree
 
 LOW_RANK = [name for name, case in CASES.items() if case.low_rank]
 RHO = 1e-3

@@ -30,12 +30,12 @@ from tezo.optim.measured_scale import (
     most_passes,
 )
 from tezo.system.errors import NonFiniteLossError, PerturbationWarning
-from tezo.training import resolution
-from tezo.training.config import parse_config, read_config
+from tezo.training import choices as resolution
+from tezo.training.choices import ROUNDED_BITS, first_scale, known_rounding
 from tezo.training.job import make_optimizer, prepare
 from tezo.training.listeners import Listener
-from tezo.training.resolution import ROUNDED_BITS, first_scale, known_rounding
-from tezo.training.run_rows import basis_passes
+from tezo.training.rows_of_steps import basis_passes
+from tezo.training.settings import parse_config, read_config
 
 
 class Squares:

@@ -25,9 +25,9 @@ from tezo.optim.estimators.population import kappas_of
 from tezo.runs.reader import read_run
 from tezo.runs.text_logs import line_of
 from tezo.system.errors import NonFiniteLossError, RequestError
-from tezo.training.config import parse_config
 from tezo.training.loop import train
-from tezo.training.replay import replay
+from tezo.training.resume import replay
+from tezo.training.settings import parse_config
 
 RHO = 1e-2
 

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from tezo.tasks.evaluation import evaluate, option_scores
 from tezo.tasks.untuned import fit, probed, read, untuned
-from tezo.training.config import parse_config
 from tezo.training.job import prepare
+from tezo.training.settings import parse_config
 from tezo.training.summary import against_untuned
 
 

@@ -36,10 +36,10 @@ from tezo.system.progress import (
     showing,
     tracked,
 )
-from tezo.training.config import parse_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.screen import Screen
+from tezo.training.settings import parse_config
 
 BATCH = 4
 

@@ -32,8 +32,8 @@ from tezo.models.quantization import QUANTIZERS, stored_bytes
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.digests import digest
 from tezo.system.errors import RequestError
-from tezo.training.config import parse_config
 from tezo.training.job import load, make_optimizer
+from tezo.training.settings import parse_config
 
 BESIDE = ("tezo", "tezo-m", "tezo-cadam", "head-feedback", "gauss-newton", "es")
 FOLDED = ("lozo", "lozo-m", "subzo")

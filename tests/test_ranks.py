@@ -18,8 +18,8 @@ from short_runs import result
 
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
-from tezo.training.config import dump_config, parse_config
 from tezo.training.loop import train
+from tezo.training.settings import dump_config, parse_config
 
 STEPS = 6
 

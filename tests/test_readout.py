@@ -15,8 +15,8 @@ from tezo.directions.targets import select_targets
 from tezo.newton import text
 from tezo.newton.text import Text, arrives, fit_text, head_rows, leading, recording_text, tokens_of
 from tezo.system.errors import RequestError
-from tezo.training.config import parse_config
 from tezo.training.job import prepare
+from tezo.training.settings import parse_config
 
 SHARED = Path(__file__).parents[2] / "shared"
 LAST = dict.fromkeys(("llama", "qwen2", "gemma2"), "layers.1.mlp.down_proj.weight") | {

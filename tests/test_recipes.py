@@ -8,7 +8,7 @@ from torch import nn
 
 from tezo.methods import METHODS, method
 from tezo.system.errors import RequestError
-from tezo.training.config import dump_config, find_recipe, parse_config, read_config, recipe_folder, recipe_names
+from tezo.training.settings import dump_config, find_recipe, parse_config, read_config, recipe_folder, recipe_names
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(recipe_folder().glob("*.yaml"))

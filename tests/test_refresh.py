@@ -24,9 +24,9 @@ from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.folder import LOG
 from tezo.system.digests import digest
 from tezo.tasks.objectives.labelled_tensors import closure as tezo_closure
-from tezo.training.config import parse_config
 from tezo.training.loop import train as run_config
-from tezo.training.replay import replay
+from tezo.training.resume import replay
+from tezo.training.settings import parse_config
 
 RANK, INTERVAL = 3, 4
 REFRESHED = ("tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "head-feedback")

@@ -21,7 +21,7 @@ from tezo.runs.step_log import StepLog, read_log
 from tezo.system.errors import RequestError
 from tezo.system.files import new_folder
 from tezo.training.loop import train
-from tezo.training.replay import replay
+from tezo.training.resume import replay
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,13 @@ from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.system.errors import NonFiniteLossError, RequestError, RunInterrupted
 from tezo.system.progress import showing
-from tezo.training.best_state import STAGNATED
-from tezo.training.config import parse_config, to_tree
-from tezo.training.header import check_same, check_unchanged, log_header
 from tezo.training.job import prepare
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
-from tezo.training.replay import replay
+from tezo.training.resume import check_same, check_unchanged, log_header, replay
 from tezo.training.screen import Screen
+from tezo.training.settings import parse_config, to_tree
+from tezo.training.stopping import STAGNATED
 
 
 @pytest.fixture(scope="module")

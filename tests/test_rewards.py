@@ -33,9 +33,9 @@ from tezo.tasks.generation import Sampling, completions
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.rewards import Reward, answered
 from tezo.tasks.scorers import identity
-from tezo.training.config import parse_config
 from tezo.training.loop import train
-from tezo.training.replay import replay
+from tezo.training.resume import replay
+from tezo.training.settings import parse_config
 
 SCORER = """
 from pathlib import Path

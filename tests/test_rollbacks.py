@@ -19,7 +19,10 @@ from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.folder import ResumeState
 from tezo.runs.step_log import Rollback, StepLog, read_log
 from tezo.system.errors import NonFiniteLossError, RequestError
-from tezo.training.best_state import (
+from tezo.training.listeners import Listener
+from tezo.training.loop import train
+from tezo.training.settings import Config, TrainConfig, dump_config, parse_config
+from tezo.training.stopping import (
     DEV_ROSE,
     FEEDBACK_ROSE,
     IDLE,
@@ -34,10 +37,6 @@ from tezo.training.best_state import (
     GoodState,
     in_words,
 )
-from tezo.training.config import dump_config, parse_config
-from tezo.training.listeners import Listener
-from tezo.training.loop import train
-from tezo.training.recipe import Config, TrainConfig
 from tezo.training.summary import verdict
 
 STEPS = 48

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tezo.directions.random import permutation
-from tezo.training.recipe import TrainConfig
-from tezo.training.schedule import LOOKED, BatchSampler, evaluates, lr_factor, parts
+from tezo.training.rows_of_steps import LOOKED, BatchSampler, evaluates, lr_factor, parts
+from tezo.training.settings import TrainConfig
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(14, 4), (5, 16), (16, 16), (1, 3), (7, 7)])

@@ -22,7 +22,7 @@ from tezo.models.saving import HERE, Saved, card_text, export_adapter, hub_name,
 from tezo.system.errors import RequestError
 from tezo.tasks.row_sources import read_rows
 from tezo.tasks.setup import make_format
-from tezo.training.config import read_run_config
+from tezo.training.settings import read_run_config
 
 # What vLLM reads of adapter_config.json; it passes over every other key, rank_pattern among them.
 VLLM_READS = ("r", "lora_alpha", "target_modules", "bias", "modules_to_save", "use_rslora", "use_dora")

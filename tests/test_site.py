@@ -13,7 +13,7 @@ from test_docs import BLOCKS
 
 import tezo
 from tezo.methods import BASELINES, METHODS
-from tezo.training.config import recipe_folder
+from tezo.training.settings import recipe_folder
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]

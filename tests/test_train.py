@@ -18,10 +18,10 @@ from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RunErro
 from tezo.system.processes import ProcessGroup
 from tezo.tasks.evaluation import evaluate
 from tezo.tasks.untuned import MOST_ROWS, untuned
-from tezo.training.config import parse_config
 from tezo.training.job import prepare
 from tezo.training.listeners import Interruption, Listener
 from tezo.training.loop import Loop, train
+from tezo.training.settings import parse_config
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tezo.optim.settings import RESOLVED
 from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.trainer.loss import StepLoss
-from tezo.training.schedule import default_counts
+from tezo.training.rows_of_steps import default_counts
 
 PER_EXAMPLE = {"rank": 4, "directions": "per-example"}
 

@@ -33,8 +33,8 @@ from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.encoder import mean_over_tokens, mean_pooled
 from tezo.tasks.objectives.evaluators import logits_and_hidden_at, logits_at, whole_rows
-from tezo.training.config import parse_config
 from tezo.training.loop import train as training
+from tezo.training.settings import parse_config
 
 COUNT, SEED = 3, 7
 MAKERS = {

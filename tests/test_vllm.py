@@ -35,10 +35,10 @@ from tezo.forward.engine import NOTHING, EngineLostError
 from tezo.models.kinds import ModelConfig
 from tezo.models.lora import Adapter, attach_adapter
 from tezo.system.errors import RequestError
-from tezo.training.config import parse_config, to_tree, untrusted_tree
-from tezo.training.header import check_unchanged
 from tezo.training.listeners import Listener
 from tezo.training.loop import train as run_config
+from tezo.training.resume import check_unchanged
+from tezo.training.settings import parse_config, to_tree, untrusted_tree
 
 PYTHON = os.environ.get("TEZO_VLLM")
 real = pytest.mark.skipif(PYTHON is None, reason="no vLLM here: TEZO_VLLM names the python of an environment with it")
@@ -258,7 +258,7 @@ def test_what_a_server_cannot_do_is_one_sentence(home, address, tmp_path):
 
 SCRIPT = """
 import json, sys
-from tezo.training.config import parse_config
+from tezo.training.settings import parse_config
 from tezo.training.loop import train
 from pathlib import Path
 if __name__ == "__main__":

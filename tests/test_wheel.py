@@ -16,7 +16,7 @@ import torch
 from folders import label_rows, needs_smollm2, write_rows
 
 from tezo.models.loading import load_model
-from tezo.training.config import recipe_names
+from tezo.training.settings import recipe_names
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = {
@@ -87,7 +87,7 @@ def test_without_extras_it_has_its_version_and_its_recipes(environment, tmp_path
     assert said.startswith("tezo ")
     missing = f"import importlib.util as u; print([n for n in {sorted(EXTRAS)} if u.find_spec(n)])"
     assert ran(environment / "python", "-c", missing, env=own_environment()).strip() == "[]"
-    code = "import tezo, tezo.training.config as o; print(tezo.__file__); print(len(o.recipe_names()))"
+    code = "import tezo, tezo.training.settings as o; print(tezo.__file__); print(len(o.recipe_names()))"
     where, count = ran(environment / "python", "-c", code, cwd=tmp_path, env=own_environment()).splitlines()
     assert Path(where).is_relative_to(environment.parent) and int(count) == len(recipe_names())
 

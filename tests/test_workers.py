@@ -19,9 +19,9 @@ from tezo.engines.workers import InRay, Workers, check_cluster
 from tezo.forward.engine import Asked, Continuing, Engine, EngineLostError, Told
 from tezo.models.kinds import ModelConfig
 from tezo.system.errors import RequestError
-from tezo.training.config import parse_config
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
+from tezo.training.settings import parse_config
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (pip install 'tezo[ray]')")
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tezo.training.api import open_run as open_run
     from tezo.training.api import prepare as prepare
     from tezo.training.api import train as train
-    from tezo.training.lm_evaluation import lm_eval as lm_eval
+    from tezo.training.run import lm_eval as lm_eval
 
 __version__ = version("tezo")
 
@@ -68,7 +68,7 @@ _HOMES = {
     "ZerothOrderOptimizer": "tezo.optim.optimizer",
     "closure": "tezo.tasks.objectives.labelled_tensors",
     "export_adapter": "tezo.models.saving",
-    "lm_eval": "tezo.training.lm_evaluation",
+    "lm_eval": "tezo.training.run",
 }
 """Name -> the module that has it; tests compare it with what is imported above for type checkers."""
 

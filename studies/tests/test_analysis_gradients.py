@@ -26,9 +26,9 @@ from tezo_studies.cost_tables.paper_costs import GIGABYTES, MILLISECONDS, MODELS
 
 from tezo.directions.ranks import LayerwiseRank, significant_rank
 from tezo.directions.targets import find_targets, select_targets
-from tezo.training.config import parse_config
 from tezo.training.job import prepare
-from tezo.training.schedule import BatchSampler
+from tezo.training.rows_of_steps import BatchSampler
+from tezo.training.settings import parse_config
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 

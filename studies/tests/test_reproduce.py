@@ -25,7 +25,7 @@ from torch import nn
 from tezo.methods import method
 from tezo.system.errors import RequestError
 from tezo.tasks.catalogue import TASKS
-from tezo.training.config import overlay, parse_config, read_config, recipe_folder
+from tezo.training.settings import overlay, parse_config, read_config, recipe_folder
 
 
 def grid_of(name: str, **options):

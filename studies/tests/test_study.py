@@ -14,7 +14,7 @@ from tezo_studies.reproduce import Cell, Grid, find_table, make_grid
 
 from tezo.optim.estimators.estimate import Probe, StepRecord
 from tezo.runs.step_log import StepLog
-from tezo.training.schedule import FIRST, LAST
+from tezo.training.rows_of_steps import FIRST, LAST
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

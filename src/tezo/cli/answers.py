@@ -11,7 +11,7 @@ from tezo.runs.words import metric_text
 from tezo.system.errors import RequestError
 
 if TYPE_CHECKING:
-    from tezo.training.recipe import Config
+    from tezo.training.settings import Config
 
 
 @showing_work()
@@ -36,8 +36,8 @@ def evaluate(
 ) -> None:
     """Measure a run, or a model as it is, on rows with answers."""
     from tezo.tasks import untuned
-    from tezo.training.config import parse_setting
     from tezo.training.opening import measure_rows, open_model, rows_to_measure, run_config
+    from tezo.training.settings import parse_setting
 
     named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward)]
     given = [(key, value) for key, value in named if value is not None]
@@ -86,8 +86,8 @@ def _say(notices: Sequence[str]) -> None:
 def _print_harness(
     run: str, config: "Config", tasks: str | None, task_folder: Path | None, shots: int, json: bool
 ) -> None:
-    from tezo.training.lm_evaluation import check_harness, harness_results
     from tezo.training.opening import open_model
+    from tezo.training.run import check_harness, harness_results
 
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if not names:
@@ -129,7 +129,7 @@ def predict(
     from tezo.tasks.row_files import standard_input_rows
     from tezo.tasks.row_sources import read_rows
     from tezo.training import opening
-    from tezo.training.config import parse_setting
+    from tezo.training.settings import parse_setting
 
     opening.check_new_tokens(max_new_tokens)
     opening.check_answer_file(output)

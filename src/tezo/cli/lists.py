@@ -18,7 +18,7 @@ def doctor(
 ) -> None:
     """Say what is installed, what this machine has, and what a model can take."""
     from tezo.forecast.doctor import machine_report, model_report
-    from tezo.training.config import parse_setting
+    from tezo.training.settings import parse_setting
 
     if not model and (settings or quantization):
         raise RequestError("--set and --quantization are of a model; name one with --model, or leave them out.")

@@ -83,7 +83,7 @@ def replay(
     json: bool = JsonOption,
 ) -> None:
     """Rebuild the tuned model from its base and the run's steps.log, without data."""
-    from tezo.training.replay import replay as replay_run
+    from tezo.training.resume import replay as replay_run
 
     done = replay_run(run, output, step=step, device=device, model=model, trust_remote_code=trust_remote_code)
     if json:

@@ -17,7 +17,7 @@ from tezo.system.progress import duration_text
 
 if TYPE_CHECKING:
     from tezo.training.listeners import Listener
-    from tezo.training.recipe import Config
+    from tezo.training.settings import Config
 
 
 def train(
@@ -68,8 +68,8 @@ def train(
     with showing_work() as line:
         from tezo.forecast.dry_run import dry_run
         from tezo.runs.folder import RunFolder, read_summary
-        from tezo.training.header import with_choices_of
         from tezo.training.loop import train as run
+        from tezo.training.resume import with_choices_of
         from tezo.training.screen import Screen
 
         config = _configured(recipe, output / "config.yaml" if output and resume else None, flags, settings)
@@ -110,7 +110,7 @@ def _configured(
     recipe: Path | None, begun: Path | None, flags: Sequence[tuple[str, Any]], settings: Sequence[str]
 ) -> "Config":
     """Returns the recipe, or without one the configuration of the run that goes on, with settings over it."""
-    from tezo.training.config import (
+    from tezo.training.settings import (
         check_settings_agree,
         find_recipe,
         parse_setting,

@@ -19,11 +19,11 @@ from tezo.system.progress import FORECAST, KEPT, RHO, current
 from tezo.tasks.catalogue import task
 from tezo.tasks.examples import Row
 from tezo.tasks.setup import make_objective
+from tezo.training.choices import RunRows, resolve_rho, with_directions
 from tezo.training.job import load, make_optimizer
 from tezo.training.opening import run_config
-from tezo.training.recipe import LOSS, Config
-from tezo.training.resolution import resolve_rho, with_directions
-from tezo.training.run_rows import RunRows, basis_passes
+from tezo.training.rows_of_steps import basis_passes
+from tezo.training.settings import LOSS, Config
 
 PACKAGES = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
 """Packages whose versions are reported."""

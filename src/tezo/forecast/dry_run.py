@@ -32,14 +32,11 @@ from tezo.tasks.evaluation import Metrics, evaluate, predict
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scoring import REWARD
 from tezo.tasks.untuned import MOST_ROWS
-from tezo.training.config import to_tree, with_absolute_paths
+from tezo.training.choices import is_rho_open, search_budget
 from tezo.training.evaluations import SAMPLE_TOKENS, check_objective, compares_with_untuned
-from tezo.training.job import Job, prepare
-from tezo.training.plan import parameter_counts, plan
-from tezo.training.recipe import Config
-from tezo.training.resolution import is_rho_open, search_budget
-from tezo.training.run_rows import BASIS_ROWS
-from tezo.training.schedule import evaluates, is_feedback
+from tezo.training.job import Job, parameter_counts, plan, prepare
+from tezo.training.rows_of_steps import BASIS_ROWS, evaluates, is_feedback
+from tezo.training.settings import Config, to_tree, with_absolute_paths
 from tezo.training.summary import row_counts
 
 WITH_GRADIENT = 3

@@ -13,7 +13,7 @@ from tezo.runs.resuming import in_folder
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, count_text, measured_rows_text, work_text
 from tezo.system.errors import RequestError, RunError
 from tezo.system.files import write_file
-from tezo.training.best_state import in_words
+from tezo.training.stopping import in_words
 
 CHOSEN_ON = "The step that was kept had the lowest loss on these very rows: new rows may do a little worse."
 MAX_RUNS = len(charts.COLOURS)

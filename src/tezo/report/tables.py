@@ -26,8 +26,7 @@ from tezo.system.errors import RequestError
 from tezo.system.progress import duration_text
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.scoring import REWARD
-from tezo.training.config import parse_config, to_tree
-from tezo.training.recipe import Config, TrainConfig
+from tezo.training.settings import Config, TrainConfig, parse_config, to_tree
 
 MISSING = "\N{EN DASH}"
 ARROW = "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW} "

@@ -11,9 +11,8 @@ from tezo.directions.random import permutation
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.labelled_tensors import NOT_COUNTED
-from tezo.training.resolution import Rows
-from tezo.training.run_rows import HELD_OUT_ROWS
-from tezo.training.schedule import BatchSampler
+from tezo.training.choices import HELD_OUT_ROWS, Rows
+from tezo.training.rows_of_steps import BatchSampler
 
 CLOSE = 1e-4
 """Largest difference of two sums of the same losses, as a part of their size: rounding."""

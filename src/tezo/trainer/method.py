@@ -11,7 +11,7 @@ import torch
 from tezo.methods import AUTO, METHODS
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.system.errors import RequestError
-from tezo.training.recipe import MethodConfig
+from tezo.training.settings import MethodConfig
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from tezo.runs.checkpoints import Checkpoint, checkpoints, load_checkpoint, save
 from tezo.system.digests import digest
 from tezo.system.errors import RequestError
 from tezo.system.files import UntrustedError, storing
-from tezo.training.recipe import Config, MethodConfig
-from tezo.training.schedule import KEYS
+from tezo.training.rows_of_steps import KEYS
+from tezo.training.settings import Config, MethodConfig
 
 FOLDER = "tezo_state"
 _bases: WeakKeyDictionary[ZerothOrderOptimizer, str] = WeakKeyDictionary()

@@ -36,11 +36,10 @@ from tezo.trainer.method import (
     forward_only,
 )
 from tezo.trainer.state import config_of, read_state, restore, save_state
+from tezo.training.choices import resolve
 from tezo.training.job import build_method, parse_method
-from tezo.training.recipe import Config
-from tezo.training.resolution import resolve
-from tezo.training.run_rows import BASIS_ROWS
-from tezo.training.schedule import planned
+from tezo.training.rows_of_steps import BASIS_ROWS, planned
+from tezo.training.settings import Config
 
 logger = logging.getLogger(__name__)
 

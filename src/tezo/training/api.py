@@ -25,15 +25,21 @@ from tezo.system.values import coerce, path_of, takes
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
-from tezo.training.config import absolute_setting, overlay, parse_config, read_run_config
+from tezo.training.choices import ClosureRows, resolve
 from tezo.training.job import Job, build_method, parse_method
-from tezo.training.keywords import Options, dotted_settings
 from tezo.training.listeners import Listener
 from tezo.training.opening import TunedModel, check_is_run
-from tezo.training.recipe import Config
-from tezo.training.resolution import ClosureRows, resolve
 from tezo.training.run import Run as Run
 from tezo.training.screen import Screen
+from tezo.training.settings import (
+    Config,
+    Options,
+    absolute_setting,
+    dotted_settings,
+    overlay,
+    parse_config,
+    read_run_config,
+)
 
 logger = logging.getLogger(__name__)
 

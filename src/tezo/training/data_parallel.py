@@ -15,7 +15,7 @@ from tezo.system.errors import RequestError
 from tezo.system.processes import ProcessGroup
 from tezo.tasks.objectives.closure import BatchClosure
 from tezo.training.job import Job
-from tezo.training.recipe import LOSS
+from tezo.training.settings import LOSS
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tezo.tasks.rewards import EVALUATION, Reward, answered
 from tezo.tasks.untuned import BIAS, MOST_ROWS, PROBE, untuned
 from tezo.training.job import Job
 from tezo.training.listeners import Listener
-from tezo.training.recipe import LOSS
+from tezo.training.settings import LOSS
 
 OWN, OWN_ROWS = "own answers", 32
 """Split of the untuned model's own answers to test prompts, and how many there are."""

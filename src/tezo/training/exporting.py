@@ -20,9 +20,8 @@ from tezo.system.files import check_free, new_folder, one_line, open_to_read, ow
 from tezo.system.progress import SAVING, UPLOADING, current
 from tezo.tasks.formats import default_template
 from tezo.tasks.row_files import DataConfig
-from tezo.training.config import read_run_config
 from tezo.training.opening import check_result, open_base
-from tezo.training.recipe import Config
+from tezo.training.settings import Config, read_run_config
 from tezo.training.summary import tuning_of
 
 LORA, MERGED, GGUF = "lora", "merged", "gguf-lora"

@@ -29,11 +29,11 @@ from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import RewardRows
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits, read_splits
-from tezo.training.best_state import BestState
-from tezo.training.config import dump_config, read_config, with_absolute_paths
 from tezo.training.data_parallel import check_shareable, shared_rows
 from tezo.training.evaluations import Evaluations, check_objective, compare
-from tezo.training.header import (
+from tezo.training.job import Job, check_untuned, plan, prepare, with_settled_scorer
+from tezo.training.listeners import Interruption, Listener, Progress
+from tezo.training.resume import (
     check_given,
     check_same,
     check_unchanged,
@@ -45,11 +45,9 @@ from tezo.training.header import (
     with_choices_of,
     with_sources_of,
 )
-from tezo.training.job import Job, check_untuned, prepare, with_settled_scorer
-from tezo.training.listeners import Interruption, Listener, Progress
-from tezo.training.plan import plan
-from tezo.training.recipe import LOSS, Config
-from tezo.training.schedule import interval, lr_factor
+from tezo.training.rows_of_steps import interval, lr_factor
+from tezo.training.settings import LOSS, Config, dump_config, read_config, with_absolute_paths
+from tezo.training.stopping import BestState
 from tezo.training.summary import WAYS_FROM_ALIKE, Outcome, prompt_text, row_counts, summarize
 
 

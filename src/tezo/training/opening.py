@@ -25,10 +25,9 @@ from tezo.tasks.notices import token_notices
 from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import NO_ROWS, digest_of, rows_to_report
-from tezo.training.config import overlay, parse_config, read_run_config, with_absolute_paths
-from tezo.training.header import with_dtype_of
 from tezo.training.job import load, make_reward
-from tezo.training.recipe import Config
+from tezo.training.resume import with_dtype_of
+from tezo.training.settings import Config, overlay, parse_config, read_run_config, with_absolute_paths
 
 STANDARD = "-"
 """In the place of a file's name: standard input or output."""

@@ -7,10 +7,9 @@ from tezo.runs.step_log import Rollback
 from tezo.runs.words import metric_text
 from tezo.system.progress import STEPS, StatusLine
 from tezo.tasks.evaluation import Metrics
-from tezo.training.best_state import in_words
-from tezo.training.job import Job
+from tezo.training.job import Job, plan
 from tezo.training.listeners import Listener, Progress
-from tezo.training.plan import plan
+from tezo.training.stopping import in_words
 from tezo.training.summary import row_counts
 
 MOST_SAMPLE = 300

@@ -21,11 +21,9 @@ from tezo.tasks.formats import default_template
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scoring import MISSING_SCORES, REWARD
 from tezo.tasks.untuned import BIAS, PROBE
-from tezo.training.best_state import ENDED, IDLE
-from tezo.training.config import to_tree
-from tezo.training.job import Job
-from tezo.training.plan import parameter_counts, plan
-from tezo.training.recipe import Config
+from tezo.training.job import Job, parameter_counts, plan
+from tezo.training.settings import Config, to_tree
+from tezo.training.stopping import ENDED, IDLE
 
 LEAST_GAIN = 1e-3
 """Relative decrease of the loss (increase of the reward) below which a run is called hardly better."""
@@ -159,7 +157,7 @@ class Outcome:
         untuned: name -> the same by what is fitted to the untuned model; see `tezo.tasks.untuned`.
         own_answers: loss of the untuned model's own answers before and after training; None: not measured.
         chosen: whether the step was kept for its loss on the dev rows.
-        stopped: key of `tezo.training.best_state.ENDED` for which the run ended before its last step, or None.
+        stopped: key of `tezo.training.stopping.ENDED` for which the run ended before its last step, or None.
     """
 
     steps: int

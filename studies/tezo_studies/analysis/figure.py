@@ -16,7 +16,7 @@ from tezo.runs.environment import hardware, versions
 from tezo.system.errors import RequestError, nearest
 from tezo.system.files import write_file
 from tezo.system.values import coerce
-from tezo.training.recipe import Config
+from tezo.training.settings import Config
 
 Numbers = dict[str, Any]
 """What was computed: JSON."""

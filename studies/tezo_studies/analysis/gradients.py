@@ -18,7 +18,7 @@ from tezo.directions.ranks import squared_singular_values
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.system.errors import RequestError
 from tezo.training.job import Job, prepare
-from tezo.training.recipe import MethodConfig
+from tezo.training.settings import MethodConfig
 from tezo_studies.analysis.figure import Given, Numbers
 
 

@@ -32,7 +32,7 @@ def analyze(
 ) -> None:
     """Draw a figure of the paper from your own model, runs or benchmarks, and write its numbers."""
     quiet_libraries()
-    from tezo.training.config import overlay, parse_config, parse_setting
+    from tezo.training.settings import overlay, parse_config, parse_setting
     from tezo_studies.analysis import ANALYSES, Given, analysis, save
 
     if name is None and json:

@@ -51,7 +51,7 @@ def reproduce(
     json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
 ) -> None:
     """Run a table of accuracies or costs cell by cell, and write it next to the published numbers."""
-    from tezo.training.config import parse_setting
+    from tezo.training.settings import parse_setting
     from tezo_studies.reproduce import find_table, make_grid, prepare_output, run_grid, write_tables
     from tezo_studies.reproduce.small_models import small_model
 

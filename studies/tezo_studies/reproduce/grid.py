@@ -10,7 +10,7 @@ import yaml
 from tezo.directions.low_rank import Scale
 from tezo.methods import method
 from tezo.system.errors import RequestError, nearest
-from tezo.training.config import overlay, parse_config
+from tezo.training.settings import overlay, parse_config
 from tezo_studies.reproduce.overrides import Setting, check_settings, settings_of
 from tezo_studies.reproduce.table import Column, Line, Table, key_of
 

@@ -19,10 +19,9 @@ from tezo.system.progress import quiet_libraries
 from tezo.tasks.evaluation import Metrics, measure
 from tezo.tasks.splits import evaluation_rows
 from tezo.tasks.untuned import PROBE, measure_untuned
-from tezo.training.config import overlay, parse_config
 from tezo.training.job import load
 from tezo.training.loop import train
-from tezo.training.recipe import Config
+from tezo.training.settings import Config, overlay, parse_config
 from tezo_studies.reproduce.grid import Cell, Grid
 from tezo_studies.reproduce.results import FAILED, SUMMARY, chooser, is_finished
 

@@ -7,7 +7,7 @@ from typing import Any
 from tezo.methods import METHODS
 from tezo.optim.estimators.feedback import PASSES
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED
-from tezo.training.schedule import FIRST, LAST, default_counts
+from tezo.training.rows_of_steps import FIRST, LAST, default_counts
 from tezo_studies.reproduce.table import Column, CompletionsColumn, Line, Table
 
 STEPS, EVERY = 240, 24

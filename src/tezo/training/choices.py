@@ -1,8 +1,4 @@
-"""Fills in what a request leaves open, once, before the first step: of runs, Trainers and loops of one's own alike.
-
-Open is what depends on the rows or the model: the number of steps, whose the directions are, feedback steps, rho, the
-learning rate. What a method or the request fixes stays as it is.
-"""
+"""Choices for the settings that a request leaves open, made once, before the first step."""
 
 import math
 import os
@@ -15,22 +11,26 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from tezo.directions.random import permutation
 from tezo.directions.targets import is_packed
 from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, Method, method
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.closures import Closure, RowLosses
 from tezo.optim.estimators.estimate import FEEDBACK
-from tezo.optim.learning_rate import choose_lr
+from tezo.optim.learning_rate import TRIAL_STEPS, choose_lr
 from tezo.optim.measured_scale import RISE, MeasuredScale, in_words, measure_reach, measure_scale
 from tezo.optim.optimizer import PER_EXAMPLE, SHARED
 from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED, Setting, Settings
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
 from tezo.system.progress import FEEDBACK as LOOKING
+from tezo.tasks.objectives.closure import BatchClosure
+from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.rewards import Reward, answered
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.scoring import REWARD
-from tezo.training.recipe import Config, TrainConfig
-from tezo.training.schedule import KEYS, default_counts, is_feedback, planned
+from tezo.training.rows_of_steps import KEYS, BatchSampler, default_counts, is_feedback, planned
+from tezo.training.settings import Config, TrainConfig
 
 RESOLVED_AT_START: dict[str, Any] = {
     "model.dtype": "auto",
@@ -130,6 +130,66 @@ class ClosureRows(Rows):
 
 
 O = TypeVar("O", bound=BaseOptimizer)  # noqa: E741
+
+
+OWN_ANSWERS = 8
+"""Prompts whose answers by the untuned model tell the scale of a reward, at most."""
+
+HELD_OUT_ROWS = 64
+"""Rows that trials of learning rates are compared on, at most."""
+
+
+class RunRows(Rows):
+    """The rows of a run. Rates are compared on its dev rows, or else on training rows that the trials do not see."""
+
+    def __init__(
+        self,
+        settings: TrainConfig,
+        model: Any,
+        objective: Objective,
+        train: Sequence[Encoded],
+        dev: Sequence[Encoded],
+        reward: Reward | None = None,
+    ) -> None:
+        self._reward = reward
+        self._model, self._train, self._objective = model, train, objective
+        self._sampler = BatchSampler(range(len(train)), settings.rows_per_step, settings.seed)
+        self._size = settings.rows_per_step  # no pass takes more memory than a step's
+        seen = {row for step in range(TRIAL_STEPS) for row in self._sampler.rows(step)}
+        others = dev or [row for i, row in enumerate(train) if i not in seen]
+        order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
+        self._others = [others[i] for i in order]
+        self.held_out = len(self._others)
+        self.engine = objective.evaluator.engine
+        self.share_directions = objective.evaluator.shared_tokens > 0 or self.engine is not None
+
+    def own_answers(self) -> Callable[[], float] | None:
+        if self._reward is None:
+            return None
+        rows = self._train[:OWN_ANSWERS]
+        own = answered(rows, self._reward.own_answers(self._model, self._objective, rows, len(rows)))
+        if not own:
+            return None
+        closure = self._closure(own)
+        return lambda: float(closure())
+
+    def _closure(self, rows: Sequence[Encoded]) -> BatchClosure:
+        return self._objective.closure(self._model, self._objective.batches(rows))
+
+    def step(self, step: int, *, per_example: bool) -> BatchClosure:
+        del per_example  # it tells either
+        return self._closure([self._train[i] for i in self._sampler.rows(step)])
+
+    def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
+        closure = self.step(step, per_example=per_example)
+        return closure if per_example else closure.row_losses
+
+    def few(self) -> BatchClosure:
+        return self._closure(self._train[:2])
+
+    def held_out_losses(self) -> list[float]:
+        parts = (self._others[start : start + self._size] for start in range(0, self.held_out, self._size))
+        return [value for part in parts for value in self._closure(part).row_losses().tolist()]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,17 @@
-"""Reads a configuration from YAML and `key=value` settings, checks it, and writes it; and the recipes of the library.
-
-A recipe has four sections (model, data, method, train). `model: NAME`, `data: FILE` and `method: NAME` are
-short for model.name, data.train and method.name. The resolved configuration is written into the run folder;
-reading that file gives an equal configuration.
-"""
+"""Settings of a run: their names and types, read from files, flags and Python, checked, and written."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, TypedDict, get_type_hints
 
 import yaml
 
-from tezo.methods import AUTO, method
+from tezo.directions.bases.basis import Basis
+from tezo.methods import AUTO, BASELINES, METHODS, Method, method
 from tezo.models.kinds import ModelConfig, engine_kind
 from tezo.models.local_names import absolute_name
 from tezo.runs.files import check_manifest
@@ -22,9 +19,109 @@ from tezo.system.errors import RequestError, nearest
 from tezo.system.files import MOST_YAML, UntrustedError, parse_yaml, read_bytes
 from tezo.system.values import coerce
 from tezo.tasks.row_files import DataConfig
-from tezo.tasks.scoring import REWARD
-from tezo.training.keywords import suggestion
-from tezo.training.recipe import LOSS, Config, MethodConfig, TrainConfig
+from tezo.tasks.scoring import REWARD as REWARD
+
+LOSS = "loss"
+"""The objective that batches have of themselves; any other is a metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """A method and the options that are set; the other options keep the defaults of `tezo.methods`.
+
+    "auto" is the method that a run of these rows has by default; see `tezo.training.choices.with_method`.
+    """
+
+    name: str = AUTO
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The section `train`: settings of the training loop."""
+
+    steps: int | None = None
+    """Number of steps. Default: 20 epochs, at least 200 and at most 1000; 6 rounds of gauss-newton, 30 steps of es."""
+    epochs: float | None = None
+    """Passes over the training rows, instead of steps."""
+    feedback_first: int | None = None
+    """Feedback steps at the start. Default: 15 for head-feedback if the objective is the loss, at most 5 %; else 0."""
+    feedback_last: int | None = None
+    """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
+    batch_size: int | None = None
+    """Rows per step, each at most once. Default: 16, the paper's for LLMs (64 for RoBERTa); 128 for gauss-newton."""
+    objective: str = LOSS
+    """What is minimised: the loss, or the negative of the reward or a metric such as accuracy, f1 or exact_match."""
+    reward: str | None = None
+    """Scorer of completions that is maximised, FILE.py:FUNCTION; train.objective is then reward. Default: none."""
+    max_new_tokens: int = 64
+    """Longest completion that a reward scores, in tokens; each takes a forward pass."""
+    temperature: float = 0.0
+    """Temperature that a reward's completions are sampled at, with random numbers that both signs share; 0: greedy."""
+    reward_workers: int = 0
+    """Processes in which the scorer of a file is called; 0: it is called in the process of the run."""
+    reward_seconds: float = 60.0
+    """Limit of the time for a score in such a process. What takes longer is missing."""
+    seed: int = 0
+    """Seed of directions, data order and sampling."""
+    schedule: Literal["constant", "linear", "cosine"] | None = None
+    """Learning-rate schedule; linear and cosine decay to zero. Default: constant, as papers have; linear for es."""
+    eval_every: int | None = None
+    """Steps between evaluations on the dev rows; 0: none. Default: a tenth of the steps."""
+    eval_batch_size: int = 64
+    """Rows per batch in evaluation."""
+    keep_best: bool = True
+    """Keep the parameters with the lowest dev loss instead of the last ones."""
+    guard: bool | None = None
+    """Return to the best state when the loss has risen or stagnates, or feedback steps at the start raised it. Default:
+    true for head-feedback, gauss-newton and es; published methods never return."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; 0: none. Default: a tenth of the steps."""
+    parallel: Literal["rows", "directions"] = "rows"
+    """What is divided among the processes that torchrun starts: the rows of a batch, or the directions of a step."""
+
+    @property
+    def minimises_loss(self) -> bool:
+        """Whether the objective is the loss rather than a metric, which has no gradient."""
+        return self.objective == LOSS
+
+    @property
+    def chooses_by_dev_rows(self) -> bool:
+        """Whether dev rows measure what steps minimise, so that a guard can go by them: a loss, or a reward."""
+        return self.objective in (LOSS, REWARD)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a forward pass, at most: the batch of a step may be many times as large as that of an evaluation."""
+        return max(self.eval_batch_size, 64)
+
+    @property
+    def num_steps(self) -> int:
+        """`steps` of a run whose settings are resolved."""
+        assert self.steps is not None
+        return self.steps
+
+    @property
+    def rows_per_step(self) -> int:
+        """`batch_size` of a run whose settings are resolved."""
+        assert self.batch_size is not None
+        return self.batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The configuration of a run: the four sections of a recipe."""
+
+    model: ModelConfig
+    data: DataConfig
+    method: MethodConfig = field(default_factory=MethodConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def with_options(self, **options: object) -> "Config":
+        """The configuration with these options of the method."""
+        return replace(self, method=replace(self.method, options={**self.method.options, **options}))
 
 
 def recipe_folder() -> Path:
@@ -351,3 +448,174 @@ def _check_lr(config: Config) -> None:
         raise RequestError(
             f"method.lr is auto, which needs train.objective loss, not {objective}; set method.lr to a number."
         )
+
+
+class Options(TypedDict, total=False):
+    """The settings that `tezo.train` takes by the last part of their keys; docs/settings.md says what each means."""
+
+    # section model
+    engine: str
+    workers: int
+    kind: Literal["auto", "causal", "masked", "encoder", "classifier"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"]
+    device: str
+    quantization: Literal["none", "nf4", "int8", "int8wo"]
+    placement: Literal["device", "spread", "cpu", "disk", "shards"]
+    trust_remote_code: bool
+    untie_head: bool
+    peft: Literal["none", "lora", "prefix", "prompt"]
+    lora_rank: int
+    lora_alpha: int
+    prefix_length: int
+    # section data
+    task: str | None
+    dir: str | None
+    hold_out: float | None
+    subset: str | None
+    train_split: str
+    streaming: bool
+    shape: Literal["auto", "completion", "messages", "instruction", "label", "text"]
+    text: str
+    label: str
+    prompt: str
+    completion: str
+    messages: str
+    template: str | None
+    label_words: dict[str, str] | None
+    num_train: int | None
+    num_dev: int | None
+    num_test: int | None
+    per_class: int | None
+    allow_fewer: bool
+    max_length: int | None
+    # section method
+    lr: float | Literal["auto"]
+    rho: float | Literal["auto"]
+    directions: Literal["auto", "shared", "per-example"]
+    antithetic: bool
+    num_directions: int
+    targets: Sequence[str]
+    rank: int | None
+    rank_rule: Literal["ratio", "energy"]
+    rank_threshold: float
+    max_rank: int
+    basis: str | Basis
+    lazy_update_interval: int | None
+    scale: Literal["unit", "raw"]
+    betas: tuple[float, float]
+    beta: float
+    eps: float
+    weight_decay: float
+    feedback_scale: float
+    frozen_rank: int | None
+    in_forward: bool
+    sparsity: float
+    anneal_start: int
+    anneal_stop: int
+    master_weights: bool
+    # section train
+    seed: int
+    steps: int | None
+    epochs: float | None
+    feedback_first: int | None
+    feedback_last: int | None
+    batch_size: int | None
+    reward_workers: int
+    reward_seconds: float
+    objective: str
+    max_new_tokens: int
+    temperature: float
+    schedule: Literal["constant", "linear", "cosine"] | None
+    eval_every: int | None
+    eval_batch_size: int
+    keep_best: bool
+    guard: bool | None
+    log_every: int
+    checkpoint_every: int | None
+    parallel: Literal["rows", "directions"]
+
+
+PARAMETERS = {
+    "model.name": "model",
+    "data.train": "data",
+    "data.dev": "dev",
+    "data.test": "test",
+    "method.name": "method",
+    "train.reward": "reward",
+}
+"""Keys that `tezo.train` has a parameter for, which takes objects too."""
+
+PREFERRED = {"seed": "train.seed"}
+"""What a name means that two sections have: data.seed follows train.seed unless it is set."""
+
+
+OF_TRANSFORMERS = {
+    "learning_rate": "lr",
+    "logging_steps": "log_every",
+    "eval_steps": "eval_every",
+    "save_steps": "checkpoint_every",
+}
+"""Names of transformers' training arguments -> the names here, where these are not the end of those."""
+
+
+def keys_by_name() -> dict[str, list[str]]:
+    """Name -> the dotted keys that end in it, of all sections and of the options of all methods."""
+    sections = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
+    keys = [f"{section}.{field.name}" for section, cls in sections.items() for field in dataclasses.fields(cls)]
+    methods: list[Method[Any]] = [*METHODS.values(), *BASELINES.values()]
+    options = {"name", *(name for method in methods for name in method.options())}
+    found: dict[str, list[str]] = {}
+    for key in [*keys, *(f"method.{name}" for name in sorted(options))]:
+        found.setdefault(key.partition(".")[2], []).append(key)
+    return found
+
+
+def suggestion(key: str, known: Iterable[str]) -> str:
+    """Says what may be meant by an unknown key: the keys of other sections that end in its name, else the nearest name.
+
+    Args:
+        key: as it was given.
+        known: names that are known in its place.
+    """
+    name = _own_name(key.rpartition(".")[2], known)
+    elsewhere = [own for own in keys_by_name().get(name, []) if own != key]
+    return f"Did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(name, known)
+
+
+def _own_name(name: str, known: Iterable[str]) -> str:
+    """Returns the name here of what transformers calls `name`: the longest that ends it; else `name` itself."""
+    ends = [own for own in known if name.endswith(f"_{own}")]
+    return OF_TRANSFORMERS.get(name) or max(ends, key=len, default=name)
+
+
+def dotted_settings(named: Mapping[str, Any], dotted: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns (dotted key, value) pairs of both ways to give settings.
+
+    Args:
+        named: by the names of `Options`.
+        dotted: by dotted keys.
+
+    Raises:
+        RequestError: a name is unknown, a key is given twice, or has a parameter of its own.
+    """
+    known = keys_by_name()
+    pairs = []
+    for name, value in named.items():
+        if name not in Options.__annotations__:
+            names = [*Options.__annotations__, *PARAMETERS.values()]
+            raise RequestError(f"{name}: there is no such setting. {nearest(_own_name(name, names), names)}")
+        pairs.append((PREFERRED.get(name, known[name][0]), value))
+    for key, value in dotted.items():
+        if not isinstance(key, str):
+            raise RequestError(f"settings: {key!r} is no name of a setting; give names such as 'data.seed'.")
+        if key in PARAMETERS:
+            raise RequestError(f"settings: {key} is the parameter {PARAMETERS[key]}; give it by that.")
+        if isinstance(value, Mapping) and key in ("model", "data", "method", "train"):
+            first = next(iter(value), "...")
+            raise RequestError(f"settings: {key} is a section; write its settings as {{'{key}.{first}': ...}}.")
+        if "." not in key:
+            raise RequestError(f"settings: {key} has no section; give it by its name, {key}=..., or by a dotted key.")
+        if key in dict(pairs):
+            raise RequestError(f"settings: {key} is given by its name too; leave one of them out.")
+        pairs.append((key, value))
+    return pairs

@@ -1,32 +1,41 @@
-"""The header of a run's step log, and whether a run that goes on, or has ended, is the one that is asked for."""
+"""A run that goes on: whether it is the one that is asked for, and its steps again from its log."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from tezo.directions.bases.basis import KIND
 from tezo.directions.random import NOISE_VERSION
 from tezo.methods import AUTO, method
 from tezo.models.identity import check_model
 from tezo.models.kinds import engine_kind
 from tezo.models.loading import DTYPES, LoadedModel
 from tezo.models.local_names import is_gone
+from tezo.models.saving import save_result
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.settings import SOURCES, Setting, Settings
 from tezo.runs.environment import versions
-from tezo.runs.files import check_complete, check_place, check_rows, check_settings
-from tezo.runs.step_log import LogContents, NewTotal
+from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place, check_rows, check_settings
+from tezo.runs.folder import LOG
+from tezo.runs.step_log import LogContents, NewTotal, read_log
+from tezo.runs.words import left_out_text
 from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
+from tezo.system.files import check_free, new_folder
+from tezo.system.progress import SAVING, STEPS, current, tracked
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scorer_identity import difference
 from tezo.tasks.scorers import identity
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits
-from tezo.training.config import PATHS, absolute_setting, parse_config, to_tree, untrusted_tree
-from tezo.training.job import Job
-from tezo.training.recipe import Config
-from tezo.training.resolution import RESOLVED_AT_START, with_steps
+from tezo.training.choices import RESOLVED_AT_START, with_steps
+from tezo.training.job import Job, load_for_tuning, make_optimizer
+from tezo.training.settings import PATHS, Config, absolute_setting, overlay, parse_config, to_tree, untrusted_tree
 
 MAY_CHANGE_ON_RESUME = (
     "train.checkpoint_every",
@@ -272,3 +281,73 @@ def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     options = method(tree["method"]["name"]).defaults()
     tree = json.loads(json.dumps({**tree, "method": {**options, **tree["method"]}}))
     return {f"{section}.{key}": value for section, values in tree.items() for key, value in dict(values).items()}
+
+
+def replay(
+    run: Path,
+    output: Path,
+    *,
+    step: int | None = None,
+    device: str = "auto",
+    model: str | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Takes the steps of a run again, without an evaluation, and saves what they lead to.
+
+    Args:
+        run: folder with a steps.log; a run that was cut short will do.
+        output: folder for the result, new.
+        step: how many steps; None: those whose parameters the run kept, or all where it did not end.
+        device: to do it on. Another than the run's will do for methods that draw nothing on the device.
+        model: folder or hub name of the base, of the same weights; None: as the run names it.
+        trust_remote_code: whether code that comes with the model may run; what the run says of it does not count.
+
+    Returns:
+        "steps", their number; "result", see `tezo.models.saving.save_result`; "notices", those for the user.
+
+    Raises:
+        RequestError: the base model is another one, or the log does not say enough for this method and device.
+    """
+    check_free(output)
+    check_manifest(run, [LOG])
+    log = read_log(run / LOG)
+    check_complete(log.header)
+    here = [("model.device", device), ("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
+    named = [("model.name", model)] if model else []
+    config = parse_config(overlay(untrusted_tree(log.header["config"]), [*here, *named]))
+    config = with_dtype_of(log.header, config)
+    loaded = load_for_tuning(config)
+    check_model(log.header["model"], loaded.fingerprint)
+    optimizer = make_optimizer(config, loaded, log.header["untrained"])
+    if optimizer.by_gradients:
+        raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
+    optimizer.set_factor_store(FactorFiles(run, writes=False, digests=log.files))
+    optimizer.set_passes(partial(_no_data, run))
+    own = {"device": loaded.device.type, "noise": NOISE_VERSION, "versions": versions(("tezo", "torch"))}
+    notices = check_place(log.header, own, optimizer.drawn_on_the_device)
+    if log.size > log.valid:
+        notices.append(left_out_text(LOG, log.size - log.valid))
+    if step is None:
+        step = len(log.steps) if log.end is None else log.end.kept
+    if not 0 <= step <= len(log.steps):
+        raise RequestError(f"step is {step}, and the log has {len(log.steps)} steps; give one from 0 to that number.")
+    returned_to = {rollback.to for rollback in log.rollbacks.values()}
+    kept: dict[int, dict[str, Tensor]] = {}
+    with current().phase(STEPS):
+        for number in tracked(range(step), STEPS):
+            if number in returned_to:
+                kept[number] = optimizer.tuned_state()
+            if number in log.rollbacks:
+                to = log.rollbacks[number].to
+                optimizer.roll_back(kept[to], to)
+            optimizer.replay(log.steps[number])
+    with current().phase(SAVING), loaded.files.unchanged():
+        result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
+    return {"steps": step, "result": result, "notices": notices}
+
+
+def _no_data(run: Path, refresh_step: int) -> None:
+    path = FactorFiles(run, writes=False).path(KIND, refresh_step)
+    raise RequestError(
+        f"{path} is missing, and steps from {refresh_step} on depend on it; put it back, or give --step {refresh_step}."
+    )
