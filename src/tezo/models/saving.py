@@ -20,7 +20,7 @@ from tezo.models.lora import ALLOWED_RANKS, BASE, Adapter, make_adapter, next_al
 from tezo.models.peft import check_in_peft, why_not_in_peft
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.methods import METHODS
-from tezo.system.files import write_file
+from tezo.system.files import storing, write_file
 
 CARD = "README.md"
 HERE = "THIS_REPOSITORY"
@@ -241,13 +241,15 @@ def export_adapter(optimizer: BaseOptimizer, folder: str | Path) -> Adapter:
     Raises:
         RequestError: the change is not exactly an adapter, or PEFT as it is installed here would not add it exactly;
             `optimizer.merge()` gives the whole model.
+        RunError: the folder cannot be written.
     """
     adapter, model, folder = make_adapter(optimizer), optimizer.model, Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    check_in_peft(adapter, model, folder.parent)
     kind = kind_of([type(model).__name__])
     base_is = fingerprint(model, kind) if isinstance(model, PreTrainedModel) and kind is not None else {}
     base = getattr(model, "name_or_path", "")
-    save_adapter(adapter, folder, model=model, base=base)
-    save_card(adapter, folder, model, base, base_is)
+    with storing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        check_in_peft(adapter, model, folder.parent)
+        save_adapter(adapter, folder, model=model, base=base)
+        save_card(adapter, folder, model, base, base_is)
     return adapter

@@ -28,7 +28,7 @@ from tezo.runs.files import MANIFEST, FactorFiles, check_manifest, write_manifes
 from tezo.runs.step_log import End, LogContents, Rollback, StepLog, read_header, read_log
 from tezo.runs.text_logs import MetricsLog, ScoredLog
 from tezo.system.errors import RequestError
-from tezo.system.files import NEW, check_free, new_folder, open_plain, own_object, remove, write_file
+from tezo.system.files import NEW, check_free, new_folder, open_plain, own_object, remove, storing, write_file
 from tezo.tasks.evaluation import Metrics
 
 CONFIG, LOG, METRICS, SUMMARY, PLAN = "config.yaml", "steps.log", "metrics.jsonl", "summary.json", "plan.json"
@@ -44,7 +44,7 @@ def lost(folder: Path, name: str) -> RequestError:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Reads the summary of a run; None if the run has not ended, which is when it gets its manifest.
+    """Reads the summary of a run; None if the run has not ended, which is when it gets its manifest, or is a replay.
 
     Raises:
         RequestError: it is damaged, or is not the one that the run wrote.
@@ -52,6 +52,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     if not os.path.lexists(folder / MANIFEST):
         return None
     check_manifest(folder, [SUMMARY])
+    if not os.path.lexists(folder / SUMMARY):
+        return None
     return own_object(folder / SUMMARY, f"delete {MANIFEST} to go on with the run")
 
 
@@ -205,7 +207,7 @@ class RunFolder:
             with new_folder(self.path / name) as folder:
                 yield folder
         else:  # beside the real one: a temporary folder of the system may be on a disk without room
-            with TemporaryDirectory(dir=self.path, prefix=f".{name}-", suffix=".partial") as temporary:
+            with storing(self.path / name), TemporaryDirectory(".partial", f".{name}-", self.path) as temporary:
                 yield Path(temporary)
 
     def finish(self, summary: Mapping[str, Any], answers: Mapping[str, Any] | None = None) -> None:

@@ -118,8 +118,8 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
     model, data, tuning = loaded.model, config.data, tuning_of(run, config, loaded.kind)
     own = form != MERGED and config.model.peft == "none"
     adapter = load_adapter(run / ADAPTER) if own else None
-    if form == GGUF:
-        check_gguf(model)
+    if form == GGUF and adapter is not None:
+        check_gguf(adapter, model, loaded.untied)
     if form == MERGED and config.model.peft != "none":
         model = model.merge_and_unload()
     with current().phase(SAVING), new_folder(output) as folder, loaded.files.unchanged():

@@ -86,7 +86,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
     check_rows(found, own)
     _check_function(*(header["config"]["train"].get("reward") for header in (found, own)))
     _check_scorer(found.get("reward"), own.get("reward"))
-    check_model(found["model"], own["model"])
+    check_model(found["model"], own["model"], saved=True)
     return check_place(found, own, optimizer.drawn_on_the_device)
 
 

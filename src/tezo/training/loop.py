@@ -19,9 +19,10 @@ from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary
+from tezo.runs.replayed import is_replayed
 from tezo.runs.step_log import End
 from tezo.system.digests import digest
-from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RunInterrupted
+from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
 from tezo.system.progress import AFTER, BEFORE, BETWEEN, SAVING, STEPS, current, metered
@@ -92,6 +93,10 @@ def train(
                 named = None if config.train.reward == IN_MEMORY else config.train.reward
                 check_given(header, rows or read_splits(config.data), named if score is None else score, loaded)
                 return summary
+            if resume and is_replayed(output):
+                raise RequestError(
+                    f"{output} is what tezo replay made of the steps of another folder; go on with the run itself."
+                )
             with processes.together("prepare the run"):
                 begun = folder.header() if resume else None
                 if begun is not None:

@@ -1,5 +1,7 @@
 """From the base model and the step log alone to the tuned model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.environment import versions
 from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place
 from tezo.runs.folder import LOG
+from tezo.runs.replayed import complete
 from tezo.runs.step_log import read_log
 from tezo.system.errors import RequestError
-from tezo.system.files import check_free, new_folder
+from tezo.system.files import check_free, new_folder, remove
 from tezo.system.progress import SAVING, STEPS, current, tracked
-from tezo.training.config import overlay, parse_config, untrusted_tree
+from tezo.training.config import dump_config, overlay, parse_config, to_tree, untrusted_tree, with_absolute_paths
 from tezo.training.header import with_dtype_of
 from tezo.training.job import load_for_tuning, make_optimizer
 
@@ -36,7 +39,7 @@ def replay(
 
     Args:
         run: folder with a steps.log; a run that was cut short will do.
-        output: folder for the result, new.
+        output: folder for the result, new; it can be opened, measured and exported as that of a run.
         step: how many steps; None: those whose parameters the run kept, or all where it did not end.
         device: to do it on. Another than the run's will do for methods that draw nothing on the device.
         model: folder or hub name of the base, of the same weights; None: as the run names it.
@@ -54,10 +57,10 @@ def replay(
     check_complete(log.header)
     here = [("model.device", device), ("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
     named = [("model.name", model)] if model else []
-    config = parse_config(overlay(untrusted_tree(log.header["config"]), [*here, *named]))
-    config = with_dtype_of(log.header, config)
+    request = with_dtype_of(log.header, parse_config(overlay(untrusted_tree(log.header["config"]), named)))
+    config = parse_config(overlay(to_tree(request), here))
     loaded = load_for_tuning(config)
-    check_model(log.header["model"], loaded.fingerprint)
+    check_model(log.header["model"], loaded.fingerprint, saved=True)
     optimizer = make_optimizer(config, loaded, log.header["untrained"])
     if not isinstance(optimizer, ZerothOrderOptimizer):
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
@@ -81,9 +84,21 @@ def replay(
                 to = log.rollbacks[number].to
                 optimizer.roll_back(kept[to], to)
             optimizer.replay(log.steps[number])
-    with current().phase(SAVING), loaded.files.unchanged():
-        result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
+    with current().phase(SAVING), new_folder(output) as folder, loaded.files.unchanged():
+        result = save_result(config.model, loaded, optimizer, lambda name: _part(folder / name))
+        complete(folder, run, step, dump_config(with_absolute_paths(request)))
     return {"steps": step, "result": result, "notices": notices}
+
+
+@contextmanager
+def _part(path: Path) -> Iterator[Path]:
+    """Yields a new folder, which is removed if the block fails."""
+    path.mkdir()
+    try:
+        yield path
+    except BaseException:
+        remove(path)
+        raise
 
 
 def _no_data(run: Path, refresh_step: int) -> None:
