@@ -146,6 +146,26 @@ def test_the_base_itself_is_the_same_by_its_name_in_memory_and_after_it_was_used
     assert handles
 
 
+@pytest.mark.parametrize(
+    ("file", "change", "named"),
+    [
+        ("generation_config.json", {"temperature": 0.3, "do_sample": True}, "its generation configuration, which is"),
+        ("config.json", {"use_cache": False}, "its configuration, which is saved with the model"),
+    ],
+)
+def test_what_is_saved_with_a_model_is_of_the_base_that_the_run_began_with(home, tmp_path, base, file, change, named):
+    made, run = config(home, "mezo", model="llama-chat"), tmp_path / "run"
+    train(made, tmp_path / "whole")
+    stopped(made, run, 5)
+    kept = (base / file).read_bytes()
+    (base / file).write_text(json.dumps(json.loads(kept) | change))
+    refused(tezo("train", "--output", run, "--resume"), named, "not what the run began with")
+    assert tezo("eval", home / "ended").code == 0, "no figure depends on it"
+    (base / file).write_bytes(kept)
+    train(made, run, resume=True)
+    assert contents(run) == contents(tmp_path / "whole")
+
+
 def test_a_version_of_a_library_that_has_more_settings_is_no_other_model(home):
     known = dict(load_model(str(home / "llama-chat")).fingerprint)
     older = {part: text for part, text in known.items() if part != "config.attention_bias"} | {"versions": "older"}

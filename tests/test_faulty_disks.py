@@ -8,9 +8,10 @@ import shutil
 from typing import Any
 
 import pytest
-from folders import model_and_rows
+from folders import model_and_rows, tokenizer_for
 from forks import TEZO, forked
 from kills import contents
+from safetensors import SafetensorError
 from short_runs import config, stopped
 
 from tezo.models import lora as export
@@ -21,9 +22,10 @@ from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
 from tezo.system import files
 from tezo.system.errors import RunError, TezoError
-from tezo.system.files import UntrustedError
+from tezo.system.files import UntrustedError, storing
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
+from tezo.training.resume import replay
 from tezo.training.settings import dump_config
 
 pytestmark = pytest.mark.disk
@@ -96,6 +98,36 @@ def test_a_disk_that_fails_at_any_write_is_named_and_nothing_saved_is_lost(home,
         train(made, run, resume=True)
         assert contents(run) == whole, (at, disk.failed)
     assert failed == set(NATURAL)
+
+
+@pytest.mark.parametrize("name", ["tezo-cadam", "mezo"])
+def test_a_replay_on_a_full_disk_is_a_sentence_and_leaves_nothing(home, tmp_path, name):
+    train(config(home, name), tmp_path / "run")
+    whole = tmp_path / "whole"
+    replay(tmp_path / "run", whole)
+    sizes = sorted({path.stat().st_size for path in whole.rglob("*") if path.is_file()})
+    for largest in (size - 1 for size in sizes if size > 500):
+        done = forked(TEZO, "replay", tmp_path / "run", "--output", tmp_path / "out", largest_file=largest)
+        assert done.returncode == 1, (largest, done.stderr)
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(f"error: {tmp_path / 'out'} cannot be written: the disk is full; free some space"), last
+        assert {path.name for path in tmp_path.iterdir()} == {"run", "whole"}
+
+
+def test_an_error_of_the_system_that_a_library_words_is_named_by_its_number(tmp_path):
+    tokenizer = tokenizer_for("opt").backend_tokenizer
+    with (
+        pytest.raises(RunError, match=r"out cannot be written: its folder is gone; restore it"),
+        storing(tmp_path / "out"),
+    ):
+        tokenizer.save(str(tmp_path / "gone" / "tokenizer.json"))
+    full = Exception("No space left on device (os error 28)")
+    with pytest.raises(RunError, match="the disk is full"), storing(tmp_path / "out"):
+        raise full
+    with pytest.raises(RunError, match=os.strerror(errno.EIO)), storing(tmp_path / "out"):
+        raise SafetensorError(f"Error while serializing: I/O error: it broke (os error {errno.EIO})")
+    with pytest.raises(ZeroDivisionError), storing(tmp_path / "out"):
+        1 / 0  # noqa: B018
 
 
 def test_a_folder_that_vanishes_is_named(home, tmp_path):

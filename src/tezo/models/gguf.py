@@ -6,7 +6,7 @@ same file, llama.cpp's is what the model was made with.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -200,8 +200,23 @@ def reading_once() -> Iterator[None]:
         yield
 
 
-def check_gguf(model: Any) -> None:
-    """Raises a `RequestError` where the adapter of this model cannot be written as GGUF here."""
+def check_gguf(adapter: Adapter, model: Any, untied: Collection[str] = ()) -> None:
+    """Raises a `RequestError` where an adapter cannot be written as GGUF here, or llama.cpp would refuse it.
+
+    llama.cpp refuses an adapter with a tensor that its base lacks. A base whose head is tied has none for the head.
+
+    Args:
+        adapter: of the model.
+        model: the base model.
+        untied: names of the parameters that are tied to others in the base, and have weights of their own here.
+    """
+    heads = [module for module in adapter.pairs if f"{module}.weight" in untied]
+    if heads:
+        raise RequestError(
+            f"format is gguf-lora, and the adapter changes {heads[0]}, which is tied to the embeddings in the base: "
+            "llama.cpp refuses it, because a GGUF file of that base has no weights for the head. Use the format "
+            "merged, and then `python convert_hf_to_gguf.py FOLDER` of llama.cpp."
+        )
     name = type(model).__name__
     if name not in ARCHITECTURES:
         raise RequestError(
@@ -221,7 +236,7 @@ def save_gguf(adapter: Adapter, folder: Path, *, model: Any) -> None:
     Raises:
         RequestError: see `check_gguf`, or a layer has no name in GGUF.
     """
-    check_gguf(model)
+    check_gguf(adapter, model)
     write_gguf_lora(folder / GGUF_FILE, adapter.rank, adapter.pairs, GgufNames(model))
 
 

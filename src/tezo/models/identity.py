@@ -19,8 +19,8 @@ from tezo.system.errors import RequestError
 
 Fingerprint = Mapping[str, str]
 """Part -> its digest, or its JSON text where that is short. Parts are "config.KEY", "generation.KEY", "tokenizer.NAME";
-"weights", as they are in memory, and "form", their data type there; "stored", of the files that have the weights; and
-"versions"."""
+"weights", as they are in memory, and "form", their data type there; "stored", of the files that have the weights;
+"saved.NAME", of what changes no figure and is saved with a tuned model; and "versions"."""
 
 _SHORT = 120
 """Longest JSON text of a setting that stands for itself, and that a message shows, in characters."""
@@ -30,6 +30,8 @@ _NO_EFFECT = frozenset(
 """Keys of a configuration that the settings of a run have too, or that change no number."""
 _ENDS = ("eos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
 """Keys of a generation configuration that greedy decoding goes by and no option of this library replaces."""
+_SAVED = ("architectures", "use_cache")
+"""Keys of a configuration that change no number, and that no setting of a run replaces where a model is saved."""
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -62,7 +64,10 @@ def fingerprint(
         parts["form"] = f"{model.dtype}{', packed' * packed}".removeprefix("torch.")
         parts["weights"] = _weights(model, kind) if loaded_from is None else _kept_weights(model, kind, loaded_from)
     parts |= {f"config.{key}": _text(value) for key, value in _settings(model.config.to_dict()).items()}
+    parts["saved.configuration"] = _text({key: getattr(model.config, key, None) for key in _SAVED})
     generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        parts["saved.generation_configuration"] = _text(_settings(generation.to_dict()))
     if generation is not None and kind == "causal":
         parts |= {f"generation.{key}": _text(getattr(generation, key, None)) for key in _ENDS}
     if tokenizer is not None:
@@ -70,18 +75,19 @@ def fingerprint(
     return parts | {"versions": f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}"}
 
 
-def check_model(found: Mapping[str, Any], own: Fingerprint, *, packed_alike: bool = True) -> None:
+def check_model(found: Mapping[str, Any], own: Fingerprint, *, packed_alike: bool = True, saved: bool = False) -> None:
     """Raises a `RequestError` if a base model is not the one of a run; what differs is named.
 
     Weights count as they are in memory, where both have them in the same form, and else as they are stored; those of a
     model that was in memory from the start, and is there in another form now, cannot be compared. Parts that only one
-    of the two has, and the rules of the tokenizer, count where both were made by the same versions of
+    of the two has, the rules of the tokenizer and what is only saved count where both were made by the same versions of
     libraries: a new one has settings that an old one had not.
 
     Args:
         found: the fingerprint that the run has kept.
         own: the fingerprint of the model that is loaded; parts of the tokenizer may be missing.
         packed_alike: whether equal weights would have been packed into equal numbers.
+        saved: whether what is saved with a tuned model, and changes no figure, counts too.
     """
     alike = found.get("versions") == own["versions"]
     in_one_form = packed_alike and found.get("form") == own.get("form")
@@ -92,13 +98,17 @@ def check_model(found: Mapping[str, Any], own: Fingerprint, *, packed_alike: boo
     compared = (found.keys() | own.keys()) - {"versions", "form", "weights", "stored"}
     if not any(part.startswith("tokenizer.") for part in own):
         compared = {part for part in compared if not part.startswith("tokenizer.")}
-    for part in sorted(compared, key=lambda part: (part == "tokenizer.rules", part)):
+    if not (saved and alike):
+        compared = {part for part in compared if not part.startswith("saved.")}
+    for part in sorted(compared, key=lambda part: (part.startswith("saved."), part == "tokenizer.rules", part)):
         before, now = found.get(part), own.get(part)
         if before == now or not (alike or (part in found and part in own and part != "tokenizer.rules")):
             continue
         section, _, name = part.partition(".")
         if section == "tokenizer":
             fault = f"the {name.replace('_', ' ')} of its tokenizer differ from what the run began with"
+        elif section == "saved":
+            fault = f"its {name.replace('_', ' ')}, which is saved with the model, is not what the run began with"
         else:
             shown = [repr(value)[1 : _SHORT + 1].rstrip("'") if value else "not set" for value in (now, before)]
             where = "configuration" if section == "config" else "generation configuration"

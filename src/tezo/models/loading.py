@@ -99,6 +99,8 @@ class LoadedModel:
     """The value of `model.dtype` that loads the same weights again, whatever their configuration says by then."""
     files: BaseFiles = field(default_factory=BaseFiles)
     """Where the weights were read from."""
+    untied: tuple[str, ...] = ()
+    """Parameters that are tied to others in the files, and have weights of their own here."""
 
     @property
     def device(self) -> torch.device:
@@ -188,6 +190,7 @@ def load_model(
             stay_packed(model)
         set_padding(name, model, tokenizer, model_kind)
         model = (model if "device_map" in options else model.to(where)).eval()
+        tied = tuple(model.all_tied_weights_keys)
         if untie_head:
             notices += give_head_weights(model)
         current().watch(model)
@@ -206,6 +209,7 @@ def load_model(
             labels=read_labels(Path(source)),
             dtype=dtype_name(model.config.dtype),
             files=files,
+            untied=tied if untie_head else (),
         )
         _try_on_tokens(loaded)
     return loaded

@@ -29,7 +29,7 @@ from tezo.models.kinds import Kind, ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.lora import TASK_TYPES, Adapter, for_file, save_adapter
 from tezo.system.errors import RequestError
-from tezo.system.files import one_line, plain_file, read_object, storing
+from tezo.system.files import one_line, plain_file, read_object
 from tezo.system.progress import ASKING_PEFT, current
 
 
@@ -246,7 +246,8 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> str | Non
     configuration whose weights take no memory. None, too, where there is nothing to ask: PEFT is not installed, or the
     model is not one of transformers, whose layers PEFT takes by the names that it finds.
 
-    For a moment the adapter is written into the folder `disk`; the system's temporary folder may be without room.
+    For a moment the adapter is written into the folder `disk`; the system's temporary folder may be without room. Who
+    calls it turns an error of that disk into words.
     """
     if find_spec("peft") is None or not isinstance(model, PreTrainedModel):
         return None
@@ -254,7 +255,6 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> str | Non
     by = f"PEFT {peft.__version__}"
     with (
         current().phase(ASKING_PEFT),
-        storing(disk),
         TemporaryDirectory(dir=disk, prefix=".adapter-", suffix=".partial") as folder,
         warnings.catch_warnings(action="ignore"),  # what PEFT leaves out is found by comparison
     ):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
 from transformers import PreTrainedModel
@@ -20,7 +20,7 @@ from tezo.models.loading import CLASSES, EMBEDDED, LoadedModel
 from tezo.models.lora import ALLOWED_RANKS, BASE, Adapter, make_adapter, next_allowed, save_adapter, save_model
 from tezo.models.peft import check_in_peft, why_not_in_peft
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.system.files import write_file
+from tezo.system.files import storing, write_file
 
 CARD = "README.md"
 HERE = "THIS_REPOSITORY"
@@ -124,6 +124,17 @@ def shown_name(base: str) -> str:
     return hub_name(base) or PureWindowsPath(base).name or "the base model"
 
 
+def base_in_peft(name: str, model: Any) -> str:
+    """Returns the name of a base by which PEFT finds it: of a model in a package its folder, if it has one.
+
+    Args:
+        name: folder or hub name, or one in `EMBEDDED`.
+        model: the base.
+    """
+    place = str(model.name_or_path)
+    return place if name in EMBEDDED and Path(place).is_dir() else name
+
+
 def _loading(saved: Saved, base: str) -> list[str]:
     """How to load the result, with the libraries that take it."""
     cls = CLASSES[saved.kind or "encoder"].__name__
@@ -131,12 +142,15 @@ def _loading(saved: Saved, base: str) -> list[str]:
     where = f"`{HERE}` stands for this folder or repository."
     if saved.form == "model":
         return [where, _code(load.format(f'"{HERE}"'))]
-    package, file, _ = EMBEDDED.get(saved.base, ("", base, ""))
-    in_gguf, file = is_gguf(file), PureWindowsPath(file).name
+    package, place, _ = EMBEDDED.get(saved.base, ("", base, ""))
+    in_gguf, file = is_gguf(place), PureWindowsPath(place).name
     load = load.format(f'"FOLDER", gguf_file="{file}"' if in_gguf else f'"{base}"')
     inside = f" in the Python package {package}" if package else ""
+    folder = (
+        f"the folder {package}/{PurePosixPath(place).parent}{inside}" if package else "the folder of the base model"
+    )
     where += f" FOLDER is the folder of {file}{inside}." if in_gguf else ""
-    where += "" if in_gguf or hub_name(saved.base) else f" `{base}` stands for the folder of the base model{inside}."
+    where += "" if in_gguf or hub_name(saved.base) else f" `{base}` stands for {folder}."
     if saved.not_in_peft is not None:
         why = f"PEFT does not add this adapter as it was trained ({saved.not_in_peft}); `tezo` does:"
         with_tezo = f'\nhandles = tezo.load_adapter(model, "{HERE}")'
@@ -186,7 +200,7 @@ def save_result(
             reason = why_not_in_peft(adapter, loaded.model, folder)
             if reason is not None and all(target.is_writable for target in optimizer.targets):
                 raise _NotInPeftError
-            save_adapter(adapter, folder, model=loaded.model, base=config.name)
+            save_adapter(adapter, folder, model=loaded.model, base=base_in_peft(config.name, loaded.model))
             save_card(adapter, folder, loaded.model, config.name, loaded.fingerprint, tuning, reason)
             more = {} if reason is None else {"why_not_in_peft": reason}
             if loaded.engine is not None:
@@ -227,7 +241,7 @@ def save_peft_adapter(loaded: LoadedModel, folder: Path, config: ModelConfig, tu
     assert config.peft != "none"
     if config.name != IN_MEMORY:
         for adapter in loaded.model.peft_config.values():
-            adapter.base_model_name_or_path = config.name
+            adapter.base_model_name_or_path = base_in_peft(config.name, loaded.model.get_base_model())
     loaded.model.save_pretrained(folder)
     write_file(folder / CARD, card_text(Saved(config.peft, config.name, loaded.kind), tuning).encode())
 
@@ -241,13 +255,15 @@ def export_adapter(optimizer: BaseOptimizer, folder: str | Path) -> Adapter:
     Raises:
         RequestError: the change is not exactly an adapter, or PEFT as it is installed here would not add it exactly;
             `optimizer.merge()` gives the whole model.
+        RunError: the folder cannot be written.
     """
     adapter, model, folder = make_adapter(optimizer), optimizer.model, Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    check_in_peft(adapter, model, folder.parent)
     kind = kind_of([type(model).__name__])
     base_is = fingerprint(model, kind) if isinstance(model, PreTrainedModel) and kind is not None else {}
     base = getattr(model, "name_or_path", "")
-    save_adapter(adapter, folder, model=model, base=base)
-    save_card(adapter, folder, model, base, base_is)
+    with storing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        check_in_peft(adapter, model, folder.parent)
+        save_adapter(adapter, folder, model=model, base=base)
+        save_card(adapter, folder, model, base, base_is)
     return adapter

@@ -56,7 +56,7 @@ def lost(folder: Path, name: str) -> RequestError:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Reads the summary of a run; None if the run has not ended, which is when it gets its manifest.
+    """Reads the summary of a run; None if the run has not ended, which is when it gets its manifest, or is a replay.
 
     Raises:
         RequestError: it is damaged, or is not the one that the run wrote.
@@ -64,6 +64,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     if not os.path.lexists(folder / MANIFEST):
         return None
     check_manifest(folder, [SUMMARY])
+    if not os.path.lexists(folder / SUMMARY):
+        return None
     return own_object(folder / SUMMARY, f"delete {MANIFEST} to go on with the run")
 
 
@@ -230,7 +232,7 @@ class RunFolder:
             with new_folder(self.path / name) as folder:
                 yield folder
         else:  # beside the real one: a temporary folder of the system may be on a disk without room
-            with TemporaryDirectory(dir=self.path, prefix=f".{name}-", suffix=".partial") as temporary:
+            with storing(self.path / name), TemporaryDirectory(".partial", f".{name}-", self.path) as temporary:
                 yield Path(temporary)
 
     def finish(self, summary: Mapping[str, Any], answers: Mapping[str, Any] | None = None) -> None:

@@ -144,6 +144,16 @@ def read_log(path: Path) -> LogContents:
     return contents
 
 
+def first_steps(path: Path, count: int) -> bytes:
+    """Returns the beginning of a sound log, up to the end of the last of its first `count` steps."""
+    data = _read_some(path, -1)
+    end, taken = _read_head(path, data)[1], 0
+    while taken < count and (following := _end_of_entry(data, end)) is not None:
+        taken += _ENTRY.unpack_from(data, end)[0] == _STEP
+        end = following
+    return data[:end]
+
+
 def read_header(path: Path) -> dict[str, Any]:
     """Reads the header of a step log alone.
 

@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -34,6 +35,8 @@ _PLAIN = _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 """Flags of `os.open`: no link is followed, a pipe does not wait for its other end, and Windows keeps line ends."""
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 """Flags of `open_plain` for a file that must not exist yet."""
+_NUMBERED = re.compile(r"\(os error (\d+)\)")
+"""How Rust writes the number of an error of the operating system."""
 MOST_JSON = 1 << 24
 """Maximum size of a JSON file in bytes."""
 MOST_YAML, MOST_VALUES, MOST_DEPTH = 1 << 22, 100_000, 16
@@ -91,6 +94,8 @@ def remove(path: Path) -> None:
 def storing(path: Path) -> Iterator[None]:
     """Turns a write error of the operating system into a `RunError` with the file and the way out.
 
+    Libraries in Rust (safetensors, tokenizers) raise such an error as their own, with its number in the words.
+
     Raises:
         RequestError: a link or a hard link is in the way.
     """
@@ -98,14 +103,19 @@ def storing(path: Path) -> Iterator[None]:
         yield
     except UntrustedError as error:
         raise RequestError(f"{path.parent}: {error}; put a copy of the file itself there, or remove it.") from None
-    except (OSError, SafetensorError) as error:
-        number = getattr(error, "errno", None)
+    except TezoError:
+        raise
+    except Exception as error:
+        named = _NUMBERED.search(str(error))
+        number = getattr(error, "errno", None) or (int(named[1]) if named else None)
+        if number is None and not isinstance(error, OSError | SafetensorError):
+            raise
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             reason = "the disk is full; free some space, then start again (a run with --resume)"
         elif number in (errno.ENOENT, errno.ENOTDIR):
             reason = "its folder is gone; restore it, then start again (a run with --resume)"
         else:
-            reason = getattr(error, "strerror", None) or one_line(error)
+            reason = getattr(error, "strerror", None) or (one_line(error) if number is None else os.strerror(number))
         raise RunError(f"{path} cannot be written: {reason}. What was saved before is intact.") from error
 
 

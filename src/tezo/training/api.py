@@ -19,6 +19,7 @@ from tezo.optim.closures import Closure, RowLosses
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.runs.files import MANIFEST, resume_line_of
 from tezo.runs.folder import CONFIG, LOG, read_summary
+from tezo.runs.replayed import is_replayed
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.system.progress import quieted, showing
 from tezo.system.values import coerce, path_of, takes
@@ -213,6 +214,8 @@ def open_run(folder: str | Path, *, model: Any = None, tokenizer: Any = None, tr
     path = path_of("folder", folder)
     check_is_run(path)
     summary = read_summary(path)
+    if summary is None and is_replayed(path):
+        summary = {}
     if summary is None:
         raise RequestError(
             f"{path} is of a run that has not ended (it has no {MANIFEST}); `{resume_line_of(path)}` goes on (in "

@@ -13,7 +13,17 @@ from tezo.models.kinds import MEAN, CarriedLabels, kind_of
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.lora import load_adapter, merge_adapter, next_allowed, save_adapter, save_model
 from tezo.models.peft import check_in_peft, open_adapter
-from tezo.models.saving import CARD, HERE, Saved, card_text, hub_name, save_card, save_peft_adapter, shown_name
+from tezo.models.saving import (
+    CARD,
+    HERE,
+    Saved,
+    base_in_peft,
+    card_text,
+    hub_name,
+    save_card,
+    save_peft_adapter,
+    shown_name,
+)
 from tezo.runs.folder import ADAPTER, CONFIG, MODEL
 from tezo.system.errors import RequestError, RunError
 from tezo.system.files import check_free, new_folder, one_line, open_to_read, own_object, read_bytes
@@ -117,8 +127,8 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
     model, data, tuning = loaded.model, config.data, tuning_of(run, config, loaded.kind)
     own = form != MERGED and config.model.peft == "none"
     adapter = load_adapter(run / ADAPTER) if own else None
-    if form == GGUF:
-        check_gguf(model)
+    if form == GGUF and adapter is not None:
+        check_gguf(adapter, model, loaded.untied)
     if form == MERGED and config.model.peft != "none":
         model = model.merge_and_unload()
     with current().phase(SAVING), new_folder(output) as folder, loaded.files.unchanged():
@@ -134,7 +144,7 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
             save_gguf(adapter, folder, model=model)
         else:
             check_in_peft(adapter, model, folder)
-            save_adapter(adapter, folder, model=model, base=config.model.name)
+            save_adapter(adapter, folder, model=model, base=base_in_peft(config.model.name, model))
             save_card(adapter, folder, model, config.model.name, loaded.fingerprint, tuning)
             return next_allowed(adapter.rank)
     return None

@@ -19,9 +19,10 @@ from tezo.optim.estimators.estimate import FEEDBACK
 from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary
+from tezo.runs.replayed import is_replayed
 from tezo.runs.step_log import End, LogContents
 from tezo.system.digests import digest
-from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RunInterrupted
+from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
 from tezo.system.progress import AFTER, BEFORE, BETWEEN, SAVING, STEPS, current, metered
@@ -97,6 +98,10 @@ def train(
                 check_given(begun.header, rows or read_splits(config.data), named if score is None else score, loaded)
                 if new_total(begun, with_choices_of(begun, config).train.steps) is None:
                     return summary
+            if resume and is_replayed(output):
+                raise RequestError(
+                    f"{output} is what tezo replay made of the steps of another folder; go on with the run itself."
+                )
             with processes.together("prepare the run"):
                 if begun is not None:
                     config = with_choices_of(begun, config)

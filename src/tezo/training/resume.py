@@ -1,7 +1,8 @@
 """A run that goes on: whether it is the one that is asked for, and its steps again from its log."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,12 @@ from tezo.optim.settings import SOURCES, Setting, Settings
 from tezo.runs.environment import versions
 from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place, check_rows, check_settings
 from tezo.runs.folder import LOG
+from tezo.runs.replayed import complete
 from tezo.runs.step_log import LogContents, NewTotal, read_log
 from tezo.runs.words import left_out_text
 from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
-from tezo.system.files import check_free, new_folder
+from tezo.system.files import check_free, new_folder, remove
 from tezo.system.progress import SAVING, STEPS, current, tracked
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scorer_identity import difference
@@ -35,7 +37,17 @@ from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits
 from tezo.training.choices import RESOLVED_AT_START, with_steps
 from tezo.training.job import Job, load_for_tuning, make_optimizer
-from tezo.training.settings import PATHS, Config, absolute_setting, overlay, parse_config, to_tree, untrusted_tree
+from tezo.training.settings import (
+    PATHS,
+    Config,
+    absolute_setting,
+    dump_config,
+    overlay,
+    parse_config,
+    to_tree,
+    untrusted_tree,
+    with_absolute_paths,
+)
 
 MAY_CHANGE_ON_RESUME = (
     "train.checkpoint_every",
@@ -113,7 +125,7 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
     check_rows(found, own)
     _check_function(*(header["config"]["train"].get("reward") for header in (found, own)))
     _check_scorer(found.get("reward"), own.get("reward"))
-    check_model(found["model"], own["model"])
+    check_model(found["model"], own["model"], saved=True)
     return check_place(found, own, optimizer.drawn_on_the_device)
 
 
@@ -296,7 +308,7 @@ def replay(
 
     Args:
         run: folder with a steps.log; a run that was cut short will do.
-        output: folder for the result, new.
+        output: folder for the result, new; it can be opened, measured and exported as that of a run.
         step: how many steps; None: those whose parameters the run kept, or all where it did not end.
         device: to do it on. Another than the run's will do for methods that draw nothing on the device.
         model: folder or hub name of the base, of the same weights; None: as the run names it.
@@ -314,10 +326,10 @@ def replay(
     check_complete(log.header)
     here = [("model.device", device), ("model.placement", "device"), ("model.trust_remote_code", trust_remote_code)]
     named = [("model.name", model)] if model else []
-    config = parse_config(overlay(untrusted_tree(log.header["config"]), [*here, *named]))
-    config = with_dtype_of(log.header, config)
+    request = with_dtype_of(log.header, parse_config(overlay(untrusted_tree(log.header["config"]), named)))
+    config = parse_config(overlay(to_tree(request), here))
     loaded = load_for_tuning(config)
-    check_model(log.header["model"], loaded.fingerprint)
+    check_model(log.header["model"], loaded.fingerprint, saved=True)
     optimizer = make_optimizer(config, loaded, log.header["untrained"])
     if optimizer.by_gradients:
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
@@ -341,9 +353,21 @@ def replay(
                 to = log.rollbacks[number].to
                 optimizer.roll_back(kept[to], to)
             optimizer.replay(log.steps[number])
-    with current().phase(SAVING), loaded.files.unchanged():
-        result = save_result(config.model, loaded, optimizer, lambda name: new_folder(output / name))
+    with current().phase(SAVING), new_folder(output) as folder, loaded.files.unchanged():
+        result = save_result(config.model, loaded, optimizer, lambda name: _part(folder / name))
+        complete(folder, run, step, dump_config(with_absolute_paths(request)))
     return {"steps": step, "result": result, "notices": notices}
+
+
+@contextmanager
+def _part(path: Path) -> Iterator[Path]:
+    """Yields a new folder, which is removed if the block fails."""
+    path.mkdir()
+    try:
+        yield path
+    except BaseException:
+        remove(path)
+        raise
 
 
 def _no_data(run: Path, refresh_step: int) -> None:

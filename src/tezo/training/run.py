@@ -54,7 +54,7 @@ class Run:
 
     Attributes:
         folder: the run folder.
-        summary: what is in summary.json, metrics before and after among it.
+        summary: what is in summary.json, metrics before and after among it; empty for what `tezo replay` made.
         config: the settings of the run, resolved.
         progress: whether standard error shows how far `evaluate`, `predict` and `export` are; may be set. Without it
             other libraries show no bars either.
@@ -89,8 +89,11 @@ class Run:
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True) if temporary else None
 
     def __repr__(self) -> str:
+        name = self.config.method.name
+        if not self.summary:
+            return f"<tezo.Run {name}, replayed; {self.folder}>"
         figures = ", ".join(f"{key}={value:.4g}" for key, value in self.summary["after"].items())
-        return f"<tezo.Run {self.config.method.name}, {self.summary['steps']} steps, after: {figures}; {self.folder}>"
+        return f"<tezo.Run {name}, {self.summary['steps']} steps, after: {figures}; {self.folder}>"
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
