@@ -20,7 +20,7 @@ from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.methods import AUTO, ES, method
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError
-from tezo.system.progress import CHECKING, ENCODING, current, tracked
+from tezo.system.progress import CHECKING, ENCODING, SCORER, SETTING_UP, current, tracked
 from tezo.tasks.examples import check_answers
 from tezo.tasks.formats import LabelFormat, default_template
 from tezo.tasks.notices import label_notices, rows_as_read, token_notices
@@ -85,7 +85,8 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
         )
     else:
         name = str(train.reward)
-        score, digest = load_score(name)
+        with current().phase(SCORER):
+            score, digest = load_score(name)
         if train.reward_workers:
             processes = Processes(name, train.reward_workers, train.reward_seconds)
     return Reward(score, name, digest, train.max_new_tokens, train.temperature, train.seed, processes)
@@ -340,7 +341,7 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
             check_answers([example for part in examples for example in part])
         train = [objective.encode(example) for example in tracked(examples[0])]
         dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
-    objective.adapt(loaded.model, train)
+        objective.adapt(loaded.model, train)
     notices = [*loaded.notices, *used.notices, *token_notices(objective)]
     if form.labels and reward is None:
         notices += label_notices(examples[0], form.labels)
@@ -381,4 +382,5 @@ def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[st
     targets = options.pop("targets", wanted.defaults()["targets"])
     check_head_not_tied(loaded.model, targets)
     targets = (*targets, *(f"!{name}" for name in untrained))
-    return wanted.build(loaded.model, seed=config.train.seed, targets=targets, **options)
+    with current().phase(SETTING_UP):
+        return wanted.build(loaded.model, seed=config.train.seed, targets=targets, **options)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
+from tezo.system.progress import HARNESS, current
 from tezo.tasks.evaluation import check_finite
 from tezo.training.opening import open_model, run_config
 from tezo.training.recipe import Config
@@ -56,7 +57,10 @@ def harness_results(
     size = options.pop("batch_size", config.train.eval_batch_size)
     model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=size)
     try:
-        with redirect_stdout(sys.stderr):  # the harness prints, and standard output is for results
+        with (
+            current().phase(HARNESS),
+            redirect_stdout(sys.stderr),
+        ):  # the harness prints, and standard output is for results
             results: dict[str, Any] = simple_evaluate(model, tasks=names, task_manager=manager, **options)
     except OSError as error:  # of a data set that cannot be read, or fetched
         raise RequestError(f"lm-eval cannot read its task ({error}); check its files, or the network.") from error
