@@ -1,10 +1,13 @@
 """No second and no pass of a command is unaccounted for, and none goes by in silence."""
 
+import functools
 import io
+import itertools
 import json
+import pkgutil
 import subprocess
 import sys
-import time
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -24,10 +27,19 @@ from tezo.system import progress
 from tezo.system.errors import RequestError
 from tezo.system.progress import (
     BASIS,
+    DRAWING,
     EARLIER,
+    FILES,
     LIBRARIES,
+    LOADING,
+    MERGING,
+    OBJECTIVE,
+    OPENING,
     OTHER,
     RATE,
+    SAVING,
+    SCORER,
+    SETTING_UP,
     STEPS,
     Meter,
     StatusLine,
@@ -95,16 +107,43 @@ METHODS = {
 }
 
 
+class Clock:
+    """A clock that a test sets, in the place of the one that a meter and a line of its work read."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=self.read, monotonic=self.read))
+
+    def read(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def slowed(monkeypatch, clock, then=lambda: None):
+    """Forward passes take 10 ms of the clock each; `then` is called after each."""
+    plain = OPTForCausalLM.forward
+
+    def slow(self, *args, **named):
+        clock.now += 0.01
+        then()
+        return plain(self, *args, **named)
+
+    monkeypatch.setattr(OPTForCausalLM, "forward", slow)
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_every_pass_and_second_of_a_run_is_in_its_phases(home, tmp_path, name):
+def test_every_pass_and_second_of_a_run_is_in_its_phases(home, tmp_path, monkeypatch, clock, name):
     made = recipe(home, name, **METHODS[name])
-    started = time.perf_counter()
+    slowed(monkeypatch, clock)
     with rows_through(OPTForCausalLM) as seen:
         summary = train(made, tmp_path / "run")
-    seconds = time.perf_counter() - started
     phases = summary["phases"]
     assert passes(phases) == pytest.approx(sum(seen) / BATCH, abs=0.01 * len(phases))
-    assert sum(spent["seconds"] for spent in phases.values()) == pytest.approx(seconds, abs=0.25)
+    assert sum(spent["seconds"] for spent in phases.values()) == pytest.approx(clock.now, abs=1e-3 * len(phases))
     # a step's evaluations are passes of a batch, whether signs share a call, or lengths divide it
     assert phases[STEPS]["passes"] == summary["num_forward_passes"]
     assert (RATE in phases and phases[RATE]["passes"] > 5) == (name == "head-feedback")
@@ -185,88 +224,117 @@ def test_a_meter_leaves_nothing_on_the_model(home, tmp_path):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_innermost_phase_counts_and_all_add_up():
+def test_the_innermost_phase_counts_and_all_add_up(clock):
     with Meter() as meter:
+        clock.now += 1
         with meter.phase("outer"):
-            time.sleep(0.02)
+            clock.now += 2
             with current().phase("inner"):
-                time.sleep(0.04)
-            time.sleep(0.02)
+                clock.now += 4
+            clock.now += 8
+        clock.now += 16
         seconds = {name: spent["seconds"] for name, spent in meter.phases.items()}
-        assert sum(seconds.values()) == pytest.approx(time.perf_counter() - meter.started, abs=0.005)
-    assert seconds["outer"] >= 0.04 and seconds["inner"] >= 0.04 and set(seconds) == {OTHER, "outer", "inner"}
+        assert seconds == {OTHER: 17, "outer": 10, "inner": 4}
     assert current() is not meter
 
 
-def test_what_is_left_is_what_the_pace_so_far_says_and_a_long_unit_does_not_make_it_rise(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+def test_what_is_left_is_what_the_pace_so_far_says_and_a_long_unit_does_not_make_it_rise(clock):
     with Meter() as meter, meter.phase("counting"):
         for i in tracked(range(4), "parts"):
             assert (meter.work.done, meter.work.total) == (i, 4)
             assert meter.work.left == (pytest.approx(10.0 * (4 - i)) if i else None)
-            now[0] += 4
+            clock.now += 4
             assert meter.work.left == (pytest.approx(10.0 * (4 - i) - 4) if i else None)
-            now[0] += 6
+            clock.now += 6
             assert meter.work.left == (pytest.approx(10.0 * (3 - i), abs=1e-9) if i else None)
         meter.report(1, 2, "others")
         assert (meter.work.done, meter.work.total) == (4, 4), "the phase counts parts"
     with Meter() as meter, meter.phase("counting"):
         for i in tracked(range(4), "parts"):
-            now[0] += 10 if i < 2 else 100
+            clock.now += 10 if i < 2 else 100
             assert i < 2 or meter.work.left == pytest.approx({2: 10.0, 3: 0.0}[i])
 
 
-def test_what_is_left_of_a_second_count_is_not_by_the_time_of_the_first():
+def test_what_is_left_of_a_second_count_is_not_by_the_time_of_the_first(clock):
     with Meter() as meter, meter.phase("counting twice"):
         for _ in tracked(range(2), "parts"):
-            time.sleep(0.1)
+            clock.now += 10
         for i in tracked(range(4), "parts"):
-            time.sleep(0.02)
-            if i == 3:
-                assert meter.work.seconds > 0.2 and meter.work.left < 0.06
+            clock.now += 1
+            assert i == 0 or meter.work.left == pytest.approx(4 - i - 1)
+        assert meter.work.seconds == 24
 
 
 class Stamped(io.StringIO):
     """Text with the time of each line."""
 
-    def __init__(self):
+    def __init__(self, clock):
         super().__init__()
-        self.times = [time.monotonic()]
+        self.clock, self.times = clock, [0.0]
 
     def write(self, text):
-        self.times.append(time.monotonic())
+        self.times.append(self.clock.now)
         return super().write(text)
 
+    @property
+    def longest(self):
+        """The longest time without a line, until now."""
+        times = [*self.times, self.clock.now]
+        return max(after - before for before, after in itertools.pairwise(times))
 
-def test_no_silence_is_longer_than_it_may_be():
-    stream, silence = Stamped(), 0.2
-    with Meter() as meter, StatusLine(meter, stream, silence=silence), meter.phase("one slow call"):
-        time.sleep(1.0)
-    stream.times.append(time.monotonic())
-    gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
-    assert max(gaps) < 2 * silence
+
+SILENCE = 8000.0
+"""Seconds that a line may say nothing: so many that its thread never looks by itself while a test sets the clock."""
+
+
+def test_no_silence_is_longer_than_it_may_be(clock):
+    stream = Stamped(clock)
+    with Meter() as meter, StatusLine(meter, stream, silence=SILENCE) as line, meter.phase("one slow call"):
+        for _ in range(40):
+            clock.now += SILENCE / 8
+            line.look()
+    assert stream.longest == SILENCE
     first, *others = stream.getvalue().splitlines()
-    assert first == "one slow call" and len(others) >= 3 and all(line.startswith(f"{first}, ") for line in others)
+    assert first == "one slow call" and [text.removeprefix(f"{first}, ") for text in others] == [
+        duration_text(SILENCE * (i + 1)) for i in range(5)
+    ]
 
 
-def test_a_slow_search_says_how_far_it_is_though_each_of_its_steps_is_slow(home, tmp_path, monkeypatch):
-    stream, plain = Stamped(), OPTForCausalLM.forward
+def test_a_thread_looks_whether_something_is_to_be_said():
+    class Noting(io.StringIO):
+        def write(self, text):
+            if text.startswith("one slow call, "):
+                said.set()
+            return super().write(text)
 
-    def slow(self, *args, **named):
-        time.sleep(0.01)
-        return plain(self, *args, **named)
+    said = threading.Event()
+    with Meter() as meter, StatusLine(meter, Noting(), silence=0.01), meter.phase("one slow call"):
+        said.wait()
 
-    monkeypatch.setattr(OPTForCausalLM, "forward", slow)
-    with Meter() as meter, StatusLine(meter, stream, silence=0.15):
+
+def test_a_slow_search_says_how_far_it_is_though_each_of_its_steps_is_slow(home, tmp_path, monkeypatch, clock):
+    stream = Stamped(clock)
+    with Meter() as meter, StatusLine(meter, stream, silence=0.15) as line:
+        slowed(monkeypatch, clock, line.look)
         train(recipe(home, "head-feedback", rank=2, lr="auto", steps=60), tmp_path / "run")
-    gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
-    assert max(gaps) < 0.5
+    assert stream.longest <= 0.16 + 1e-9
     said = stream.getvalue()
     assert f"{RATE}\n" in said and "steps, " in said and "left" in said
 
 
-def test_on_a_terminal_one_line_is_overwritten_and_gone_at_the_end():
+def test_work_without_a_name_is_said_to_be_behind_the_one_that_has_one(clock):
+    stream = io.StringIO()
+    with Meter() as meter, StatusLine(meter, stream, silence=SILENCE) as line:
+        clock.now += SILENCE
+        line.look()
+        with meter.phase("loading"):
+            pass
+        clock.now += SILENCE
+        line.look()
+    assert stream.getvalue().splitlines() == ["starting, 2 h 13 min", "loading", "after loading, 2 h 13 min"]
+
+
+def test_on_a_terminal_one_line_is_overwritten_and_gone_at_the_end(clock):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -274,7 +342,8 @@ def test_on_a_terminal_one_line_is_overwritten_and_gone_at_the_end():
     stream = Terminal()
     with Meter() as meter, StatusLine(meter, stream) as line:
         with meter.phase("loading"):
-            time.sleep(0.7)
+            clock.now += 0.7
+            line.look()
             line.print("a line that stays")
         with meter.phase("stepping"):
             pass
@@ -289,7 +358,7 @@ def test_on_a_terminal_one_line_is_overwritten_and_gone_at_the_end():
             shown[-1] = shown[-1][:column].ljust(column) + char + shown[-1][column + 1 :]
             column += 1
     assert [line.rstrip() for line in shown] == ["a line that stays", ""]
-    assert "loading, 0." in stream.getvalue() and "stepping" in stream.getvalue()
+    assert "loading, 0.7 s" in stream.getvalue() and "stepping" in stream.getvalue()
 
 
 def test_the_line_has_the_figure_of_the_newest_evaluation(home, tmp_path):
@@ -304,13 +373,14 @@ def test_the_line_has_the_figure_of_the_newest_evaluation(home, tmp_path):
     assert len(between) == 3 and all(f"-> {loss:.4f}" in text for loss, text in between)
 
 
-def test_a_stream_that_nobody_reads_ends_no_run():
+def test_a_stream_that_nobody_reads_ends_no_run(clock):
     class Broken(io.StringIO):
         def write(self, _):
             raise BrokenPipeError
 
-    with Meter() as meter, StatusLine(meter, Broken(), silence=0.01), meter.phase("working"):
-        time.sleep(0.05)
+    with Meter() as meter, StatusLine(meter, Broken(), silence=SILENCE) as line, meter.phase("working"):
+        clock.now += SILENCE
+        line.look()
 
 
 def test_python_shows_what_a_run_does_unless_told_not_to(home, tmp_path, capsys):
@@ -422,3 +492,48 @@ def test_dev_rows_are_called_dev_rows_everywhere(home, tmp_path, given, rows, sa
     assert f"On the 6 {kind} rows." in card and ("test" in card.partition("## Loading")[0]) == (kind == "test")
     assert "the dev loss" in run.summary["verdict"]
     run.close()
+
+
+HEAVY = {
+    "tezo.training.job.load_score": SCORER,
+    "tezo.models.loading.resolve_name": LOADING,
+    "tezo.optim.optimizer.ZerothOrderOptimizer.__init__": SETTING_UP,
+    "tezo.training.loop.check_objective": OBJECTIVE,
+    "tezo.runs.folder.newest": OPENING,
+    "tezo.runs.folder.write_manifest": SAVING,
+    "tezo.runs.folder.RunFolder.check_ended": FILES,
+    "tezo.training.opening.check_manifest": FILES,
+    "tezo.models.lora._merged": MERGING,
+    "tezo.report.page.page": DRAWING,
+}
+"""What takes long with a large model, a scorer with a model of its own, or a full folder -> what is said meanwhile."""
+
+
+def test_what_can_take_long_has_a_name_on_the_screen(home, tmp_path, monkeypatch):
+    heard = {place: set() for place in HEAVY}
+
+    def noting(place):
+        plain = pkgutil.resolve_name(place)
+
+        @functools.wraps(plain)
+        def note(*args, **named):
+            heard[place].add(current().work.name)
+            return plain(*args, **named)
+
+        return note
+
+    for place in HEAVY:
+        monkeypatch.setattr(place, noting(place))
+    (tmp_path / "score.py").write_text("def length(prompt, completion, row):\n    return len(completion)\n")
+    named = {"train__max_new_tokens": 1, "method__num_directions": 2, "method__rank": 2, "train__batch_size": 2}
+    flags = ("--model", home / "opt", "--data", home / "rows.jsonl", "--reward", f"{tmp_path / 'score.py'}:length")
+    run = tmp_path / "run"
+    for line in (
+        ("train", *flags, "--steps", 1, "--output", run, *settings(**named)),
+        ("train", *flags, "--steps", 1, "--output", run, *settings(**named), "--resume"),
+        ("export", run, "--format", "merged", "--output", tmp_path / "merged"),
+        ("report", run, "--output", tmp_path / "page.html"),
+    ):
+        done = tezo(*line)
+        assert done.code == 0, done.err
+    assert heard == {place: {name} for place, name in HEAVY.items()}

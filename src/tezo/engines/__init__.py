@@ -9,6 +9,7 @@ from tezo.engines.workers import load_in_ray
 from tezo.models.kinds import ADDRESS, ModelConfig, engine_kind
 from tezo.models.loading import LoadedModel, load_model
 from tezo.system.errors import RequestError, nearest
+from tezo.system.progress import LOADING, current
 
 
 def load_torch(config: ModelConfig) -> LoadedModel:
@@ -67,4 +68,5 @@ def load(config: ModelConfig) -> LoadedModel:
             f"model.workers is {config.workers}, which is for llama.cpp and vllm in Ray; leave it out (torchrun shares "
             "torch's passes, and addresses of several servers may stand with commas between)."
         )
-    return load_in_ray(config, ENGINES[name]) if config.workers else ENGINES[name](config)
+    with current().phase(LOADING):
+        return load_in_ray(config, ENGINES[name]) if config.workers else ENGINES[name](config)

@@ -34,6 +34,7 @@ from tezo.models.stored import files_of
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.system.errors import RequestError
 from tezo.system.files import own_object, plain_file, read_object
+from tezo.system.progress import MERGING, current
 
 ALLOWED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM allows for `max_lora_rank`; it keeps memory for that rank whatever the adapter's is."""
@@ -317,9 +318,10 @@ def settle_adapter(model: nn.Module, *, keep: bool) -> bool:
 @torch.no_grad()
 def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
     """Adds the adapter to the weights of a model in floating point, in place."""
-    for name, pair in adapter.pairs.items():
-        module = model.get_submodule(name)
-        module.get_parameter("weight").copy_(_merged(module, *pair))
+    with current().phase(MERGING):
+        for name, pair in adapter.pairs.items():
+            module = model.get_submodule(name)
+            module.get_parameter("weight").copy_(_merged(module, *pair))
 
 
 def _merged(module: nn.Module, a_RI: Tensor, b_OR: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from tezo.runs.resuming import in_folder
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, count_text, measured_rows_text, work_text
 from tezo.system.errors import RequestError, RunError
 from tezo.system.files import write_file
+from tezo.system.progress import DRAWING, current
 from tezo.training.stopping import in_words
 
 CHOSEN_ON = "The step that was kept had the lowest loss on these very rows: new rows may do a little worse."
@@ -43,7 +44,8 @@ def save(folders: Sequence[Path], output: Path) -> None:
             raise RequestError(f"{folder} is given more than once; give each run once.")
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
-    text = page([run if names.count(run.name) == 1 else replace(run, name=str(run.folder)) for run in runs])
+    with current().phase(DRAWING):
+        text = page([run if names.count(run.name) == 1 else replace(run, name=str(run.folder)) for run in runs])
     try:
         write_file(output, text.encode("utf-8", "backslashreplace"))
     except RunError as error:

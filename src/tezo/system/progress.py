@@ -29,6 +29,9 @@ BEFORE, STEPS, BETWEEN, AFTER = "evaluating before", "steps", "evaluating betwee
 WRITING, EVALUATING = "writing answers", "evaluating"
 FITTING = "fitting a bias and a probe"
 SAVING, ASKING_PEFT, UPLOADING = "saving", "checking the adapter in PEFT", "uploading"
+SCORER, SETTING_UP, MERGING = "loading the scorer", "setting up the optimizer", "merging the adapter"
+FILES, OPENING, OBJECTIVE = "checking files", "opening the run folder", "checking the objective"
+DRAWING, HARNESS = "drawing charts", "evaluating in lm-eval"
 TIMING = "timing a forward pass"
 KEPT, FORECAST = "counting what each method keeps", "forecasting the memory of training without values"
 EARLIER, OTHER = "earlier starts", "everything else"
@@ -128,6 +131,8 @@ class Meter:
         finally:
             self._settle()
             self._open.pop()
+            if len(self._open) == 1:  # what has no name begins anew behind each phase
+                self._open[0].opened = self._since
             self._tell()
 
     def report(self, done: int, total: int, unit: str = "passes") -> None:
@@ -263,6 +268,7 @@ class StatusLine:
         self._overwrites = write is None and (self._stream.isatty() or "ipykernel" in sys.modules)
         self._silence = REDRAWN if self._overwrites else silence
         self._begun: set[str] = set()
+        self._latest = ""
         self._width = 0
         self._last = time.monotonic()
         self._lock = threading.Lock()
@@ -292,6 +298,8 @@ class StatusLine:
             self._last = time.monotonic()
 
     def _told(self, work: Work) -> None:
+        if work.name != OTHER:
+            self._latest = work.name
         if work.name == OTHER:
             if self._overwrites:  # what a command prints stands on a line of its own
                 with self._lock:
@@ -304,15 +312,19 @@ class StatusLine:
 
     def _watch(self) -> None:
         while not self._over.wait(self._silence / 8):
-            is_due = time.monotonic() - self._last >= self._silence
-            says_nothing = self.meter.work.name == OTHER and (self._overwrites or self._write is not None)
-            if is_due and not says_nothing:
-                self._redraw() if self._overwrites else self.print(self._text())
+            self.look()
+
+    def look(self) -> None:
+        """Says what goes on, where nothing was said for too long; a thread of the line calls it now and then."""
+        is_due = time.monotonic() - self._last >= self._silence
+        says_nothing = self.meter.work.name == OTHER and (self._overwrites or self._write is not None)
+        if is_due and not says_nothing:
+            self._redraw() if self._overwrites else self.print(self._text())
 
     def _text(self) -> str:
-        """For example "steps, 40 of 200, loss 2.3, 1 min 10 s, about 5 min 00 s left"."""
+        """For example "steps, 40 of 200, loss 2.3, 1 min 10 s, about 5 min 00 s left", or "after saving, 12.0 s"."""
         work = self.meter.work
-        parts = [work.name]
+        parts = [work.name if work.name != OTHER else f"after {self._latest}" if self._latest else "starting"]
         if work.total:
             parts.append(f"{work.done:,} of {work.total:,}" + (f" {work.unit}" if work.unit != work.name else ""))
         elif work.passes >= 2:

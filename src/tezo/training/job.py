@@ -25,7 +25,7 @@ from tezo.newton.text import fits_text
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError, nearest
-from tezo.system.progress import CHECKING, ENCODING, current, tracked
+from tezo.system.progress import CHECKING, ENCODING, SCORER, SETTING_UP, current, tracked
 from tezo.tasks.examples import check_answers
 from tezo.tasks.formats import LabelFormat, default_template
 from tezo.tasks.notices import label_notices, leak_notices, rows_as_read, token_notices
@@ -167,7 +167,8 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
         )
     else:
         name, folder = str(train.reward), working_folder()
-        score, known_by = load_score(name)  # its file may change the folder
+        with current().phase(SCORER):
+            score, known_by = load_score(name)  # its file may change the folder
         if train.reward_workers:
             processes = Processes(name, train.reward_workers, train.reward_seconds, folder)
     return Reward(score, name, known_by, train.max_new_tokens, train.temperature, train.seed, processes, given is None)
@@ -455,7 +456,7 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
             check_answers([example for part in examples for example in part])
         train = [objective.encode(example) for example in tracked(examples[0])]
         dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
-    objective.adapt(loaded.model, train)
+        objective.adapt(loaded.model, train)
     notices = [*loaded.notices, *form.notices, *used.notices, *leak_notices(*examples), *token_notices(objective)]
     if form.labels and reward is None:
         notices += label_notices(examples[0], form.labels)
@@ -496,7 +497,8 @@ def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[st
     targets = options.pop("targets", wanted.defaults()["targets"])
     check_head_not_tied(loaded.model, targets)
     targets = (*targets, *(f"!{name}" for name in untrained))
-    return wanted.build(loaded.model, seed=config.train.seed, targets=targets, **options)
+    with current().phase(SETTING_UP):
+        return wanted.build(loaded.model, seed=config.train.seed, targets=targets, **options)
 
 
 def parse_method(name: str, options: Mapping[str, Any], known: Collection[str] = METHODS) -> Config:

@@ -25,7 +25,7 @@ from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
-from tezo.system.progress import AFTER, BEFORE, BETWEEN, SAVING, STEPS, current, metered
+from tezo.system.progress import AFTER, BEFORE, BETWEEN, FILES, OBJECTIVE, OPENING, SAVING, STEPS, current, metered
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import RewardRows
 from tezo.tasks.scoring import Score
@@ -91,7 +91,8 @@ def train(
                 folder.check_free(resume=resume)
             begun = folder.log() if resume else None
             if resume and (summary := read_summary(output)) is not None:
-                folder.check_ended()
+                with meter.phase(FILES):
+                    folder.check_ended()
                 begun = begun or LogContents()
                 check_unchanged(read_config(output / CONFIG, []), config, begun.header.get("stepped_rows"))
                 named = None if config.train.reward == IN_MEMORY else config.train.reward
@@ -198,13 +199,16 @@ class Loop:
                 listener.closed()
 
     def _run(self) -> dict[str, Any]:
-        check_objective(self.job, self._metrics_of_some)
-        self.job = with_settled_scorer(self.job)
-        self.resumed = self._open()
+        with self.meter.phase(OBJECTIVE):
+            check_objective(self.job, self._metrics_of_some)
+            self.job = with_settled_scorer(self.job)
+        with self.meter.phase(OPENING):
+            self.resumed = self._open()
         self.evaluations.known = dict(self.resumed.evaluations)
         self.evaluations.answers = dict(self.resumed.answers)
         self.best.begin(self.resumed)
-        with reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint"):
+        unfit = reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint")
+        with unfit, self.meter.phase(OPENING):
             start = self._restore_checkpoint(self.resumed)
         for listener in self.listeners:
             listener.started(self.job)
@@ -467,7 +471,8 @@ class Loop:
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))
         answers = compare(self.job.test, first, last)
         summary = summarize(self.job, outcome, self.processes, result, self.meter.phases)
-        self.folder.finish(summary, answers)
+        with self.meter.phase(SAVING):
+            self.folder.finish(summary, answers)
         for listener in self.listeners:
             if answers is not None:
                 listener.compared(answers)

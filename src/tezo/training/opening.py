@@ -18,7 +18,7 @@ from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY
 from tezo.runs.step_log import read_header
 from tezo.system.errors import RequestError
 from tezo.system.files import json_text, write_file
-from tezo.system.progress import ENCODING, current, tracked
+from tezo.system.progress import ENCODING, FILES, current, tracked
 from tezo.tasks.evaluation import Metrics, measure, predict
 from tezo.tasks.examples import Row
 from tezo.tasks.notices import token_notices
@@ -74,7 +74,8 @@ def check_result(folder: Path) -> None:
         raise RequestError(
             f"{folder} has neither adapter/ nor model/: the run did not end; `{resume_line_of(folder)}` goes on."
         )
-    check_manifest(folder, [CONFIG, LOG, ADAPTER, MODEL, SUMMARY], required=True)
+    with current().phase(FILES):
+        check_manifest(folder, [CONFIG, LOG, ADAPTER, MODEL, SUMMARY], required=True)
 
 
 def run_config(name: str, settings: list[tuple[str, Any]]) -> Config:

@@ -1,4 +1,4 @@
-"""A finished run in Python: its metrics, and its model to evaluate, to ask, to export, and lm-eval."""
+"""A finished run in Python: its metrics, and its model to evaluate, to ask, to export, and for lm-eval."""
 
 import shutil
 import sys
@@ -17,7 +17,7 @@ from tezo.runs.folder import CONFIG, METRICS
 from tezo.runs.text_logs import MOST_METRICS, value_of
 from tezo.system.errors import RequestError
 from tezo.system.files import read_bytes
-from tezo.system.progress import quieted, showing
+from tezo.system.progress import HARNESS, current, quieted, showing
 from tezo.system.values import coerce, path_of
 from tezo.tasks.evaluation import check_finite
 from tezo.tasks.examples import Row
@@ -284,7 +284,8 @@ def harness_results(
     size = options.pop("batch_size", config.train.eval_batch_size)
     model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=size)
     try:
-        with redirect_stdout(sys.stderr), loaded.files.unchanged():  # the harness prints, and results go to stdout
+        # the harness prints, and standard output is for results
+        with current().phase(HARNESS), redirect_stdout(sys.stderr), loaded.files.unchanged():
             results: dict[str, Any] = simple_evaluate(model, tasks=names, task_manager=manager, **options)
     except OSError as error:  # of a data set that cannot be read, or fetched
         raise RequestError(f"lm-eval cannot read its task ({error}); check its files, or the network.") from error
