@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm_server import Lie, Reply, failure
 
+from tezo.engines.vllm import OWN
+
 FIRST, LAST, ABSENT = "<first>", "<last>", "<absent>"
 """In the place of the first and last key of an object, and of a value that is taken away."""
 PLACES = ("choices", -1, "prompt_logprobs")
@@ -87,6 +89,16 @@ def next_tokens(places: list[Any]) -> list[Any]:
     return [None, *({str(int(token) + 1): own for token, own in table.items()} for table in places[1:])]
 
 
+def of_length(count: int) -> Lie:
+    """Has continuations of another length, and counts them so."""
+
+    def written(found: dict[str, Any]) -> dict[str, Any]:
+        choices = [own | {"token_ids": [5] * count} for own in found["choices"]]
+        return found | {"choices": choices, "usage": {"completion_tokens": count * len(choices)}}
+
+    return change(by=written)
+
+
 def below_another(said: dict[str, Any]) -> dict[str, Any]:
     """The greedy token is not the likeliest."""
     return said | {"token_logprobs": [-40.0], "top_logprobs": [said["top_logprobs"][0] | {said["tokens"][0]: -40.0}]}
@@ -148,6 +160,14 @@ OF_WANTED = {
     "a token beside those that were asked for": change(
         *SAID, "top_logprobs", 0, by=lambda table: table | {"token_id:77": -30.0}
     ),
+    "tokens without a mark": change(
+        *SAID,
+        by=lambda said: said
+        | {
+            "tokens": [said["tokens"][0].removeprefix("token_id:")],
+            "top_logprobs": [{t.removeprefix("token_id:"): v for t, v in said["top_logprobs"][0].items()}],
+        },
+    ),
     "tokens as text": renamed(*SAID, "top_logprobs", 0, new=lambda _: " good"),
     **put_each("likeliest", *SAID, "tokens", 0, values=["token_id:-1", "token_id:320", " the", "18", 7, None]),
     "a likeliest token that is not": change(*SAID, by=below_another),
@@ -184,6 +204,7 @@ OF_HTTP = {
 OF_FAILURES = {
     "cut short": lambda reply: replace(reply, length=len(reply.body) + 50),
     "hung up": instead(None),
+    "a failure that moves the cursor": instead(failure(500, "CUDA\x1b[2J error\n\u202e")),
     "status 500": instead(failure(500, "CUDA error: an illegal memory access was encountered")),
     "status 503": instead(Reply(HTML, 503, "text/html")),
     "status 429": instead(failure(429, "too many requests")),
@@ -193,6 +214,8 @@ OF_WRITTEN = {
     **put_each("for tokens", *WRITTEN, values=[ABSENT, "5 6", {}, [], 5]),
     "a token is missing": change(*WRITTEN, by=lambda tokens: tokens[:-1]),
     "tokens without end": change(*WRITTEN, by=lambda tokens: tokens * 99),
+    "tokens without end that are counted": of_length(99),
+    "nothing that is counted": of_length(0),
     **put_each("token", *WRITTEN, 0, values=[-1, 320, True, "5", 5.0, None, [5], 10**30]),
     **put_each("reason", "choices", -1, "finish_reason", values=[ABSENT, "abort", None, True]),
     **put_each("count", "usage", values=[ABSENT, {}, {"completion_tokens": True}, {"completion_tokens": 1}]),
@@ -201,6 +224,7 @@ OF_MODELS = {
     **put_each("for models", "data", values=[ABSENT, None, [], {"tiny": 1}, ["tiny"], 7]),
     **put_each("name", "data", 0, "id", values=[ABSENT, None, 7, ["tiny"]]),
     "adapters alone": put("data", value=[{"id": "tiny", "parent": "other"}]),
+    "a name of a process without end": put("data", value=[{"id": f"{OWN}{'9' * 5000}-1", "parent": "tiny"}]),
     "a parent that is a number": put("data", value=[{"id": "tiny", "parent": 7}]),
 }
 OF_TOKENIZING = {

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from folders import read_jsonl, refused, tezo
+from folders import read_jsonl, refused, tezo, write_rows
 from server_lies import (
     OF_CHOICES,
+    OF_FAILURES,
     OF_HTTP,
     OF_LOADING,
     OF_MODELS,
@@ -54,7 +55,7 @@ def scored(engine: Server, change: Any, tokens: list[list[int]], likely: int) ->
 
 def written(engine: Server, change: Any) -> list[list[list[int]]]:
     """What is written behind prompts."""
-    return engine.generate([change], TEXTS, Continuing(4, [2], True))
+    return engine.generate([change], TEXTS, Continuing(2, [2], True))
 
 
 LIES = [
@@ -65,7 +66,7 @@ LIES = [
     *((written, "/v1/load_lora_adapter", name, lie) for name, lie in OF_LOADING.items()),
 ]
 AT_THE_START = [
-    *(("/v1/models", name, lie) for name, lie in (OF_MODELS | OF_HTTP).items()),
+    *(("/v1/models", name, lie) for name, lie in (OF_MODELS | OF_HTTP | OF_FAILURES).items()),
     *(("/tokenize", name, lie) for name, lie in OF_TOKENIZING.items()),
 ]
 
@@ -88,7 +89,7 @@ def loaded(home, standin):
 
 @pytest.fixture(scope="module")
 def change(loaded):
-    return a_change(loaded.model)
+    return dict([*a_change(loaded.model).items()][:2])
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +227,23 @@ def test_a_server_that_begins_to_ignore_adapters_ends_the_run(home, standin, tmp
     with pytest.raises(RequestError, match="ignores adapters"):
         train(request(home, standin.url), tmp_path / "run", [Ignoring(standin, 1)])
     assert len(read_log(tmp_path / "run" / "steps.log").steps) == 2
+
+
+def test_a_server_that_begins_to_ignore_adapters_ends_a_run_of_scores(home, standin, tmp_path, monkeypatch):
+    monkeypatch.setattr(standin, "ignores_adapters", False)
+    config = {
+        "model": {"name": str(home / "tiny"), "engine": standin.url},
+        "data": {"train": str(write_rows(tmp_path / "prompts.jsonl", [{"prompt": "the film was"}] * 4))},
+        "method": {"name": "es", "rank": 4, "num_directions": 2, "rho": 0.05},
+        "train": {"objective": "reward", "reward": "in memory", "steps": 3, "batch_size": 2, "max_new_tokens": 3},
+    }
+    with pytest.raises(RequestError, match="ignores adapters"):
+        train(parse_config(config), tmp_path / "run", [Ignoring(standin, 0)], score=lengths)
+    assert len(read_log(tmp_path / "run" / "steps.log").steps) == 1
+
+
+def lengths(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
 
 
 def test_one_of_two_servers_that_begins_to_ignore_adapters_is_named(home, standin, tmp_path):

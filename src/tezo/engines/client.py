@@ -147,7 +147,7 @@ class Client:
                 f"model.engine: the server at {self.address} takes no adapters while it runs; start it with "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora."
             )
-        if status >= 400:
+        if status >= 400 and not (status == 404 and path in (MODELS, TOKENIZE)):
             raise RequestError(f"model.engine: the server at {self.address} refuses: {_said(reply)}")
         if status != 200:
             to = f" to {shown(reply.place)}" if reply.place else ""
@@ -159,7 +159,7 @@ def _said(reply: Reply) -> str:
     text = reply.text
     with suppress(MalformedError, KeyError, TypeError):
         text = str(reply.json()["error"]["message"])
-    text = " ".join(text.split()).partition(". ")[0].rstrip(".")
+    text = " ".join("".join(own if own.isprintable() else " " for own in text).split()).partition(". ")[0].rstrip(".")
     lower = "; start it with a larger --max-lora-rank, or lower method.rank and method.frozen_rank"
     way_out = lower if RANK_LIMIT in text else ""
     return (text if len(text) <= 300 else f"{text[:300]} ...") + f"{way_out}."

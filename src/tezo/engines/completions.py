@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +29,11 @@ MOST_PROBABILITY = 1.001
 """Largest sum of probabilities, with rounding."""
 ENDS = ("stop", "length")
 """Why a continuation may have ended."""
+MOST_DIGITS = 9
+"""Digits of a token that a vocabulary may have."""
 ENDED, ECHO, MARK = "finish_reason", "prompt_token_ids", "token_id:"
 OF_NEXT = ("tokens", "token_logprobs", "top_logprobs")
+VALUE = "the value"
 NAMES = {dict: "an object", list: "a list", str: "text", int: "a whole number"}
 
 
@@ -48,7 +53,7 @@ def models_of(found: Any) -> list[Model]:
             name, parent = _member(own, "id", str), own.get("parent")
             models.append(Model(name, None if parent is None else _of(str, parent, "parent")))
     if all(model.parent is not None for model in models):
-        raise MalformedError("it has no model")
+        raise MalformedError("there is no model without a parent")
     return models
 
 
@@ -82,7 +87,7 @@ def answers_of(found: Any, model: str, prompts: Sequence[Prompt], likely: int, v
                 answers.append(Answer({len(prompt.tokens): table}))
             else:
                 places = _member(choice, "prompt_logprobs", list)
-                answers.append(Answer(_places(places, prompt.tokens, likely, vocabulary)))
+                answers.append(Answer(_places(places, prompt, likely, vocabulary)))
     return answers
 
 
@@ -131,34 +136,42 @@ def _choices(found: Any, model: str, prompts: Sequence[Sequence[int]]) -> list[d
     return [by_index[i] for i in range(len(prompts))]
 
 
-def _places(places: list[Any], prompt: Sequence[int], likely: int, vocabulary: int) -> dict[int, Table]:
-    """Returns the table of each token of a prompt but the first."""
-    if len(places) != len(prompt) or places[0] is not None:
-        raise MalformedError(f"prompt_logprobs of {len(places)} places for {len(prompt)} tokens, the first without any")
-    found = {}
-    for i, token in enumerate(prompt[1:], start=1):
+def _places(places: list[Any], prompt: Prompt, likely: int, vocabulary: int) -> dict[int, Table]:
+    """Returns the tables of the tokens of a prompt that are asked for; all but the first have one."""
+    if len(places) != len(prompt.tokens) or places[0] is not None:
+        count = len(prompt.tokens)
+        raise MalformedError(f"prompt_logprobs of {len(places)} places for {count} tokens, the first without any")
+    found, asked = {}, {position + 1 for position in prompt.places.values()}
+    for i, token in enumerate(prompt.tokens[1:], start=1):
         with _inside(f"place {i}"):
-            found[i] = _ranked(_of(dict, places[i], "it"), token, likely, vocabulary)
+            if i in asked:
+                found[i] = _ranked(_of(dict, places[i], VALUE), token, likely, vocabulary)
+            else:
+                _member(places[i], str(token), dict)
     return found
 
 
 def _ranked(entries: dict[str, Any], own: int, likely: int, vocabulary: int) -> Table:
     """Returns the table of a place, which has the prompt's token and the `likely` likeliest."""
-    table: Table = {}
-    for name, entry in entries.items():
-        token = _named(name, vocabulary)
-        rank = _member(entry, "rank", int)
-        if rank < 1:
-            raise MalformedError(f"token {name} has rank {rank}")
-        table[token] = _log_prob(entry.get("logprob"), name), rank
-    ranks = sorted(rank for token, (_, rank) in table.items() if token != own or rank <= likely)
-    if own not in table or ranks != list(range(1, likely + 1)):
+    tokens = _named([*entries], vocabulary)
+    try:
+        said = [(entry["logprob"], entry["rank"]) for entry in entries.values()]
+    except (TypeError, KeyError):
+        raise MalformedError(f"{shown(entries)} in place of a logprob and a rank for each token") from None
+    if wrong := [rank for _, rank in said if type(rank) is not int]:
+        raise MalformedError(f"ranks {shown(wrong)}, not whole numbers")
+    checked = zip(tokens, _log_probs([value for value, _ in said]), said, strict=True)
+    table = {token: (value, rank) for token, value, (_, rank) in checked}
+    by_rank = sorted(table.values(), key=itemgetter(1))
+    ranks, values = [rank for _, rank in by_rank], [value for value, _ in by_rank]
+    # the prompt's token is one of the likeliest, or is behind them
+    count = likely if table.get(own, (0.0, 0))[1] <= likely else likely + 1
+    if own not in table or len(ranks) != count or ranks[:likely] != list(range(1, likely + 1)):
         raise MalformedError(
-            f"tokens {shown([*table])} with ranks {shown([rank for _, rank in table.values()])}, where token {own} and "
-            f"the {likely} likeliest were asked for"
+            f"tokens {shown([*table])} with ranks {shown(ranks)}, where token {own} and the {likely} likeliest were "
+            "asked for"
         )
-    values = [value for value, _ in sorted(table.values(), key=lambda pair: pair[1])]
-    if values != sorted(values, reverse=True):
+    if any(later > earlier for earlier, later in pairwise(values)):
         raise MalformedError(f"log-probabilities {shown(values)} in the order of their ranks")
     _check_sum(values)
     return table
@@ -167,20 +180,22 @@ def _ranked(entries: dict[str, Any], own: int, likely: int, vocabulary: int) -> 
 def _wanted(said: dict[str, Any], wanted: Sequence[int], vocabulary: int) -> Table:
     """Returns the table of the next token, which has the wanted tokens and the likeliest; the others have rank 2."""
     name, value, entries = (_one(_member(said, key, list), key) for key in OF_NEXT)
-    likeliest = _marked(name, vocabulary)
-    values = {
-        _marked(other, vocabulary): _log_prob(own, other) for other, own in _of(dict, entries, OF_NEXT[2]).items()
-    }
+    marked = [_of(str, own, "a token") for own in (name, *_of(dict, entries, OF_NEXT[2]))]
+    if wrong := [own for own in marked if not own.startswith(MARK)]:  # text, which may be a number
+        raise MalformedError(f"tokens {shown(wrong)}, not {MARK}NUMBER")
+    likeliest, *tokens = _named([own.removeprefix(MARK) for own in marked], vocabulary)
+    own, *others = _log_probs([value, *entries.values()])
+    values = dict(zip(tokens, others, strict=True))
     if values.keys() != {*wanted, likeliest}:
         raise MalformedError(f"tokens {shown([*values])}, where {shown([*wanted])} and the likeliest were asked for")
-    if values[likeliest] != _log_prob(value, name):
-        raise MalformedError(f"token {likeliest} has the log-probabilities {values[likeliest]} and {value}")
+    if values[likeliest] != own:
+        raise MalformedError(f"token {likeliest} has the log-probabilities {values[likeliest]} and {own}")
     if values[likeliest] != max(values.values()):
         raise MalformedError(
             f"token {likeliest} is the likeliest at {values[likeliest]}, and another has {max(values.values())}"
         )
     _check_sum(values.values())
-    return {token: (own, 1 if token == likeliest else 2) for token, own in values.items()}
+    return {token: (value, 1 if token == likeliest else 2) for token, value in values.items()}
 
 
 def _check_sum(values: Iterable[float]) -> None:
@@ -188,34 +203,25 @@ def _check_sum(values: Iterable[float]) -> None:
         raise MalformedError(f"probabilities whose sum is {total:.3f}")
 
 
-def _log_prob(value: Any, token: str) -> float:
-    if type(value) not in (float, int) or not LEAST <= value <= 0:
-        raise MalformedError(
-            f"the log-probability of {shown(token)} is {shown(value)}, not a finite number of at most 0"
-        )
-    return float(value)
+def _log_probs(values: list[Any]) -> list[float]:
+    if wrong := [value for value in values if type(value) not in (float, int) or not LEAST <= value <= 0]:
+        raise MalformedError(f"log-probabilities {shown(wrong)}, not finite numbers of at most 0")
+    return [float(value) for value in values]
 
 
-def _named(name: str, vocabulary: int) -> int:
-    """Returns the token that an object has as a name."""
-    if name.isascii() and name.isdigit() and len(name) <= len(str(vocabulary)) and name == str(token := int(name)):
-        return _token(token, vocabulary)
-    raise MalformedError(f"{shown(name)} in place of a token of 0 to {vocabulary - 1}")
-
-
-def _marked(name: Any, vocabulary: int) -> int:
-    """Returns the token that is meant by token_id:NUMBER."""
-    return _named(_of(str, name, "a token").removeprefix(MARK), vocabulary)
+def _named(names: list[str], vocabulary: int) -> list[int]:
+    """Returns the tokens that an object has as names, as JSON writes numbers."""
+    wrong = [name for name in names if not (name.isascii() and name.isdigit() and len(name) <= MOST_DIGITS)]
+    tokens = [] if wrong else [int(name) for name in names]
+    if wrong or [str(token) for token in tokens] != names:
+        raise MalformedError(f"names of tokens {shown(wrong or names)}")
+    return _tokens(tokens, vocabulary)
 
 
 def _tokens(values: list[Any], vocabulary: int) -> list[int]:
-    return [_token(value, vocabulary) for value in values]
-
-
-def _token(value: Any, vocabulary: int) -> int:
-    if type(value) is not int or not 0 <= value < vocabulary:
-        raise MalformedError(f"{shown(value)} in place of a token of 0 to {vocabulary - 1}")
-    return value
+    if wrong := [value for value in values if type(value) is not int or not 0 <= value < vocabulary]:
+        raise MalformedError(f"tokens {shown(wrong)}, not whole numbers from 0 to {vocabulary - 1}")
+    return values
 
 
 def _one(values: list[Any], name: str) -> Any:
@@ -227,7 +233,7 @@ def _one(values: list[Any], name: str) -> Any:
 
 def _member(found: Any, name: str, kind: type[Kind]) -> Kind:
     """Returns what an object has under a name, which must be of this kind."""
-    if name not in (members := _of(dict, found, "it")):
+    if name not in (members := _of(dict, found, VALUE)):
         raise MalformedError(f"there is no {name} in {shown(found)}")
     return _of(kind, members[name], name)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import requests
+from urllib3.exceptions import HTTPError
 
 from tezo.forward.answers import MalformedError
 from tezo.forward.engine import EngineLostError
@@ -17,6 +18,8 @@ PART = 1 << 16
 KEY = "VLLM_API_KEY"
 """Variable of the environment: the key of a server."""
 JSON = "application/json"
+MOST_SHOWN = 80
+"""Characters of a wrong answer that an error has."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Reply:
             MalformedError: it is not JSON, or is not said to be.
         """
         if self.kind != JSON:
-            raise MalformedError(f"content of type {self.kind or 'unknown'} in place of {JSON}: {shown(self.text)}")
+            raise MalformedError(f"content of type {shown(self.kind)} in place of {JSON}: {shown(self.text)}")
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):
@@ -55,9 +58,9 @@ class Reply:
 
 
 def shown(value: Any) -> str:
-    """Returns the beginning of a JSON value as printable text."""
-    text = json.dumps(value[:80] if isinstance(value, str) else value)
-    return text if len(text) <= 80 else f"{text[:80]} ..."
+    """Returns the beginning of a JSON value, in printable characters."""
+    text = json.dumps(value[:MOST_SHOWN] if isinstance(value, str) else value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."
 
 
 class Connection:
@@ -105,7 +108,7 @@ class Connection:
                     content = self._content(answer, most)
         except requests.exceptions.ContentDecodingError:
             raise MalformedError("content that cannot be unpacked") from None
-        except requests.RequestException as error:
+        except (requests.RequestException, HTTPError) as error:
             raise EngineLostError(
                 f"model.engine: the server at {self.address} does not answer ({type(error).__name__}); start it, or "
                 "give another address."
@@ -119,6 +122,6 @@ class Connection:
             found += part
             if len(found) > most:
                 raise MalformedError(
-                    f"more than {most:,} bytes, which begin with {shown(found[:80].decode('latin-1'))}"
+                    f"more than {most:,} bytes, which begin with {shown(found[:MOST_SHOWN].decode('latin-1'))}"
                 )
         return bytes(found)

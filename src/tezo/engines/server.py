@@ -14,6 +14,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from tezo.engines.client import Client, FailedError
+from tezo.engines.connection import shown
 from tezo.engines.prompts import Answer, Prompt
 from tezo.engines.vllm import OWN, Vllm, is_left
 from tezo.engines.workers import Workers
@@ -42,10 +43,41 @@ def load_server(config: ModelConfig) -> LoadedModel:
     """
     clients = [Client(address.strip()) for address in config.engine.split(",")]
     for client in clients:
-        client.models()  # one that is not there is named before the model is read
+        again(client.models)  # one that is not there is named before the model is read
     loaded, _ = load_folder(config.name)
     servers = [Server(client, loaded.model, loaded.tokenizer) for client in clients]
     return replace(loaded, engine=servers[0] if len(servers) == 1 else Workers(servers))
+
+
+def again(
+    ask: Callable[[], T], seconds: float = 0.0, notice: Callable[[EngineLostError], object] = lambda _: None
+) -> T:
+    """Returns what a server answers, which is asked again where it fails or is gone.
+
+    Args:
+        ask: returns it.
+        seconds: for how long a server that is gone is asked again; once more in any case.
+        notice: is told each time.
+
+    Raises:
+        EngineLostError: it has failed `MOST_FAILURES` times more, or is gone.
+    """
+    begun, wait, times, failures = time.monotonic(), FIRST_WAIT, 0, 0
+    while True:
+        try:
+            return ask()
+        except FailedError as error:
+            failures += 1
+            if failures > MOST_FAILURES:
+                raise
+            notice(error)
+        except EngineLostError as error:
+            times += 1
+            if times > 1 and time.monotonic() - begun > seconds:
+                raise
+            notice(error)
+        time.sleep(wait)
+        wait = min(2 * wait, 10.0)
 
 
 class Server(Vllm):
@@ -66,7 +98,7 @@ class Server(Vllm):
         self._client = client
         self._vocabulary = len(model.get_output_embeddings().weight)
         self._own = f"{OWN}{os.getpid()}-{secrets.token_hex(4)}"
-        models = client.models()
+        models = again(client.models)
         for left in (own.name for own in models if is_left(own.name)):
             self._unload(left)
         self._probe = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
@@ -74,14 +106,18 @@ class Server(Vllm):
         self.check_changes()
 
     def _check_same(self, base: str) -> None:
-        if all(self._client.tokens(base, PROBE, self._vocabulary) != self._probe for _ in range(2)):
+        def tokens() -> list[int]:
+            return self._client.tokens(base, PROBE, self._vocabulary)
+
+        if all(again(tokens) != self._probe for _ in range(2)):
             raise RequestError(
-                f"model.name: the server at {self._client.address} has {base}, whose tokenizer is another one; give "
-                "the model that it has."
+                f"model.name: the server at {self._client.address} has {shown(base)}, whose tokenizer is another one; "
+                "give the model that it has."
             )
 
     def check_changes(self) -> None:
-        if all(self._are_alike([self._no_change(), self._some_change()]) for _ in range(2)):
+        large = self._one_layer(1, 1.0)  # not rounded away in any data type
+        if all(self._are_alike([self._no_change(), large]) for _ in range(2)):
             raise RequestError(
                 f"model.engine: the server at {self._client.address} ignores adapters: under two different ones its "
                 "log-probabilities are equal to the bit. Start it with --enable-lora, and give its own address, not "
@@ -92,7 +128,8 @@ class Server(Vllm):
         """Returns whether a text has the same log-probabilities under all changes."""
         with contextlib.ExitStack() as files:
             folders = [files.enter_context(self._folder(change)) for change in changes]
-            first, *others = self._answers([Prompt(self._probe, {})], folders, 1)
+            every = {i: i for i in range(len(self._probe) - 1)}
+            first, *others = self._answers([Prompt(self._probe, every)], folders, 1)
         return all(other == first for other in others)
 
     def reserve(self, rank: int) -> None:
@@ -139,20 +176,9 @@ class Server(Vllm):
 
     def _again(self, ask: Callable[[], T]) -> T:
         """Returns what is answered: asked again where the server has been started anew, and has no adapter any more."""
-        begun, wait, failures = time.monotonic(), FIRST_WAIT, 0
-        while True:
-            try:
-                found = ask()
-            except EngineLostError as error:
-                failures += isinstance(error, FailedError)
-                if failures > MOST_FAILURES or time.monotonic() - begun > SECONDS_OF_A_RESTART:
-                    raise
-                self._say_lost(error)
-                time.sleep(wait)
-                wait = min(2 * wait, 10.0)
-            else:
-                self._is_lost = False
-                return found
+        found = again(ask, SECONDS_OF_A_RESTART, self._say_lost)
+        self._is_lost = False
+        return found
 
     def _say_lost(self, error: EngineLostError) -> None:
         with self._saying:  # requests wait side by side, and one of them says so

@@ -34,12 +34,15 @@ AT_ONCE = 8
 """Changes that are computed side by side; vLLM puts as many of them into a batch as its max_loras allows."""
 OWN = f"tezo-{socket.gethostname()}-"
 """What names of adapters of this machine begin with, before the number of the process."""
+MOST_DIGITS = 10
+"""Digits of the largest number of a process."""
 
 
 def is_left(name: str) -> bool:
     """Returns whether an adapter or its folder is of a process of this machine that is gone."""
     process = name.removeprefix(OWN).partition("-")[0]
-    return name.startswith(OWN) and process.isdigit() and not Path(f"/proc/{process}").exists()
+    is_number = process.isascii() and process.isdigit() and len(process) <= MOST_DIGITS
+    return name.startswith(OWN) and is_number and not Path(f"/proc/{process}").exists()
 
 
 class Vllm(Engine):
@@ -84,10 +87,6 @@ class Vllm(Engine):
 
     def _no_change(self, rank: int = 1) -> Change:
         return self._one_layer(rank, 0.0)
-
-    def _some_change(self) -> Change:
-        """Returns a change that every log-probability but that of the first token shows in any data type."""
-        return self._one_layer(1, 1.0)
 
     def _one_layer(self, rank: int, size: float) -> Change:
         """Returns a change of one layer by `size` times outputs of about 1."""

@@ -95,6 +95,8 @@ class CausalInEngine(TextEvaluator):
 
         wanted = replace(wanted, line_ended=line_ended if wanted.one_line else None)
         found = self._engine.generate(self._changes(model, copies), prompts, wanted)
+        if copies > 1 and all(own == found[0] for own in found):  # by chance, or it ignores changes
+            self._engine.check_changes()
         current().count(sum(len(row) for own in found for row in own))
         return found
 
@@ -109,10 +111,10 @@ class CausalInEngine(TextEvaluator):
     def _warn_of_twins(self, copies: int) -> None:
         if not self._has_warned:
             logger.warning(
-                "Under %d changes %s returns log-probabilities of which some are equal to the bit, and it does compute "
-                "with changes: method.rho is too small for its data type, or the rows have no loss left.",
-                copies,
+                "Some log-probabilities that %s computed under %d different changes are equal to the bit. It does not "
+                "ignore changes, so that method.rho is too small for its data type, or the rows have no loss left.",
                 self._engine.name,
+                copies,
             )
         self._has_warned = True
 
