@@ -57,7 +57,7 @@ def test_what_is_read_is_the_state_the_answer_comes_from_and_alike_in_any_compan
 def test_a_bias_for_each_label_is_the_best_there_is_on_the_rows_it_is_fitted_to(tmp_path):
     job = labelled_job(tmp_path)
     found = untuned(job.model, job.objective, job.train, job.train, 8)
-    plain, _ = evaluate(job.model, job.objective, job.train, 8)
+    plain, *_ = evaluate(job.model, job.objective, job.train, 8)
     scores = torch.stack(option_scores(job.model, job.objective, job.train, 8))
     labels = torch.tensor([e.example.label for e in job.train])
     shifts = [torch.tensor([shift, 0.0]) for shift in torch.arange(-9, 9, 0.01)]

@@ -358,7 +358,7 @@ def test_own_answers_are_the_tokens_that_were_written_and_nothing_else(temperatu
     tokenizer = words_tokenizer()
     model, (objective, encoded) = tiny_model("opt", len(tokenizer)).double(), prompts(tokenizer)
     tokens = reward_of(temperature).own_answers(model, objective, encoded, 4)
-    metrics, _ = evaluate(model, objective, answered(encoded, tokens), 4)
+    metrics, *_ = evaluate(model, objective, answered(encoded, tokens), 4)
     losses = []
     for row, own in zip(encoded, tokens, strict=True):
         assert len(own) == 6 or own[-1] == tokenizer.eos_token_id

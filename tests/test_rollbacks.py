@@ -18,6 +18,7 @@ from tiny import lm_loss, tiny_opt, tokens
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.folder import ResumeState
 from tezo.runs.step_log import Rollback, StepLog, read_log
+from tezo.runs.words import BETTER, NO_BETTER
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
@@ -407,6 +408,9 @@ def _reward(before: float, after: float) -> dict[str, Any]:
             "after": {"loss": -after, "reward": after}}  # fmt: skip
 
 
+AS_NOISE = {"chance": {"rows": 9, "states": 4, "p": 0.31}}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -421,6 +425,13 @@ def _reward(before: float, after: float) -> dict[str, Any]:
         ({"dev_loss": 3.0}, "No better: the dev loss was 3.0000 and is 3.0000. Try another rate (it was 1.0e-03), s"),
         ({"dev_loss": 2.9984}, "Hardly better: the dev loss fell from 3.0000 to 2.9984, by less than 0.1 %. Try"),
         ({"dev_loss": 3.01}, "No better: the dev loss was 3.0000 and is 3.0100."),
+        (AS_NOISE, "No better: the dev loss was 3.0000 and is 2.0000, within the noise of 9 rows (p = 0.31 in a"),
+        (AS_NOISE, "paired test). Try another rate (it was 1.0e-03), such as --lr auto, or more steps than 40."),
+        (AS_NOISE | {"dev_loss": 2.9984}, "No better: the dev loss was 3.0000 and is 2.9984, within the noise of 9"),
+        (AS_NOISE | {"dev_loss": 3.0}, "No better: the dev loss was 3.0000 and is 3.0000. Try another"),
+        (AS_NOISE | {"stopped": IDLE}, "in a paired test). It ended after 40 of 50 steps: the last ones hardly"),
+        (AS_NOISE | _reward(0.1, 0.3), "No better: the dev reward was 0.1000 and is 0.3000, within the noise of 9"),
+        ({"chance": None}, "Better: the dev loss fell from 3.0000 to 2.0000."),
         ({"dev_loss": None, "rows": {"train": 1000, "dev": 9, "test": 0}}, "Better: the dev loss fell from 3.5000"),
         ({"dev_loss": 3.0, "rows": {"train": 9}}, "or more steps than 40. 9 training rows may be too few, too."),
         ({"dev_loss": 3.0, "method": "gauss-newton"}, "is 3.0000. Give more rows than 1000, or try method.name=head-"),
@@ -436,7 +447,8 @@ def test_a_verdict_says_what_to_try(changes, said):
     summary = {"method": "mezo", "dev_loss": 2.0,
                "dev_loss_before": 3.0, "before": {"loss": 3.5}, "after": {"loss": 2.5}, "steps": 40,
                "kept_step": 40, "state_chosen": True, "idle_steps": 0, "stopped": None, "rollbacks": [],
-               "rows": {"train": 1000}, "more_steps": "tezo train --output RUN --resume --steps 80"}  # fmt: skip
+               "chance": {"rows": 64, "states": 9, "p": 0.001}, "rows": {"train": 1000},
+               "more_steps": "tezo train --output RUN --resume --steps 80"}  # fmt: skip
     assert said in verdict(summary | changes, 1e-3, 50 if "stopped" in changes else 40)
 
 
@@ -496,7 +508,7 @@ def test_a_report_tells_of_returns(home, tmp_path):
     for rollback in read_log(tmp_path / "run/steps.log").rollbacks.values():
         assert f"After step {rollback.step} {in_words(rollback)}." in text
     state, _, advice = json.loads((tmp_path / "run/summary.json").read_text())["verdict"].partition(": ")
-    assert state == "Better" and advice[:1].upper() + advice[1:] in text
+    assert state in (BETTER, NO_BETTER) and advice[:1].upper() + advice[1:] in text
 
 
 # The log

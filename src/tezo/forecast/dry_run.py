@@ -115,7 +115,7 @@ def _metrics_of_one(job: Job) -> Metrics:
     """Returns metrics of a row, of an answer of one token; those of a reward by name alone, for scorers may be slow."""
     if job.reward is not None:
         return {REWARD: 0.0}
-    return evaluate(job.model, job.objective, job.train[:1], 1, measures=job.format.measures, max_new_tokens=1)[0]
+    return evaluate(job.model, job.objective, job.train[:1], 1, measures=job.format.measures, max_new_tokens=1).metrics
 
 
 def _steps(job: Job) -> dict[str, tuple[int, int]]:

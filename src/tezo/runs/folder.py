@@ -194,10 +194,20 @@ class RunFolder:
         if self._writes:
             self._metrics.step(step, **line)
 
-    def append_evaluation(self, split: str, step: int, metrics: Metrics, answers: Sequence[str] = ()) -> None:
-        """Adds an evaluation to the log and to metrics.jsonl, where it is not there already; answers to the log."""
+    def append_evaluation(
+        self,
+        split: str,
+        step: int,
+        metrics: Metrics,
+        answers: Sequence[str] = (),
+        row_losses: Sequence[float] = (),
+    ) -> None:
+        """Adds an evaluation to the log and to metrics.jsonl, where it is not there already.
+
+        Answers and losses of rows are added to the log alone.
+        """
         if self._log is not None:
-            self._log.append_evaluation(split, step, metrics, answers)
+            self._log.append_evaluation(split, step, metrics, answers, row_losses)
             self._metrics.evaluation(split, step, metrics)
 
     def append_rollback(self, rollback: Rollback) -> None:

@@ -4,7 +4,8 @@
     entry:  type (4 bytes) | length of the content (u32) | content | CRC-32 (u32)
     "step": a finished step: step (u64) | learning rate, loss (2 f64) | forward passes, kind, number of probes (3 u32)
             | loss_plus, loss_minus, projected_grad (3 f64 for each probe)
-    "eval": JSON: an evaluation with its split, step and metrics; of test rows with answers to the first of them
+    "eval": JSON: an evaluation with its split, step and metrics, and the losses of its first rows; of test rows with
+            answers to the first of them
     "back": JSON: a return to the parameters after an earlier step (`Rollback`)
     "file": JSON: a file beside the log, with its SHA-256
     "done": JSON: the end of the run (`End`); nothing but "more" follows it
@@ -95,6 +96,7 @@ class LogContents:
         size: bytes of the file.
         evaluations: (split, step) -> metrics.
         answers: (split, step) -> answers to the first rows, of the evaluations that have kept them.
+        row_losses: (split, step) -> losses of the first rows, of the evaluations that have kept them.
         files: name -> SHA-256, in hexadecimal.
         rollbacks: number of steps taken -> the return after them.
         totals: changes of the number of steps, in their order.
@@ -108,6 +110,7 @@ class LogContents:
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: dict[tuple[str, int], Metrics] = field(default_factory=dict)
     answers: dict[tuple[str, int], list[str]] = field(default_factory=dict)
+    row_losses: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     rollbacks: dict[int, Rollback] = field(default_factory=dict)
     totals: list[NewTotal] = field(default_factory=list)
@@ -241,9 +244,12 @@ def _add(contents: LogContents, kind: bytes, content: bytes) -> None:
         metrics = {str(key): math.nan if value is None else float(value) for key, value in entry["metrics"].items()}
         key = str(entry["split"]), int(entry["step"])
         answers = [str(answer) for answer in entry.get("answers", [])]
+        row_losses = [math.nan if loss is None else float(loss) for loss in entry.get("row_losses", [])]
         contents.evaluations[key] = metrics
         if answers:
             contents.answers[key] = answers
+        if row_losses:
+            contents.row_losses[key] = row_losses
     elif kind == _FILE:
         contents.files[str(entry["name"])] = str(entry["sha256"])
     elif kind == _ROLLBACK:
@@ -329,10 +335,19 @@ class StepLog:
         if self.count % SYNC_EVERY == 0:
             self.sync()
 
-    def append_evaluation(self, split: str, step: int, metrics: Metrics, answers: Sequence[str] = ()) -> None:
-        """Adds an evaluation, with answers to its first rows, if it is not there already."""
+    def append_evaluation(
+        self,
+        split: str,
+        step: int,
+        metrics: Metrics,
+        answers: Sequence[str] = (),
+        row_losses: Sequence[float] = (),
+    ) -> None:
+        """Adds an evaluation, with answers to its first rows and losses of them, if it is not there already."""
         if (split, step) not in self._evaluated:
-            entry = {"split": split, "step": step, "metrics": dict(metrics)} | ({"answers": answers} if answers else {})
+            of_rows = {"answers": answers, "row_losses": row_losses}
+            entry = {"split": split, "step": step, "metrics": dict(metrics)}
+            entry |= {name: values for name, values in of_rows.items() if values}
             self._append(_EVALUATION, json_text(entry).encode(errors="surrogatepass"))
             self._evaluated.add((split, step))
 

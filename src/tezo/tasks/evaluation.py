@@ -14,6 +14,7 @@ from tezo.directions.products import float32_on_emulating_cpu
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import NonFiniteModelError, RequestError
 from tezo.system.progress import ENCODING, EVALUATING, WRITING, current, tracked
+from tezo.tasks.evaluated import Evaluated
 from tezo.tasks.examples import Measure, Row, check_answers
 from tezo.tasks.generation import by_length, completions
 from tezo.tasks.notices import token_notices
@@ -38,10 +39,10 @@ def evaluate(
     calibrate: bool = False,
     reward: Reward | None = None,
     step: int = EVALUATION,
-) -> tuple[Metrics, list[str]]:
-    """Returns (metrics of a model over all examples, the answer to each as `predict` gives it).
+) -> Evaluated:
+    """Returns metrics of a model over all examples, the answer to each as `predict` gives it, and losses of examples.
 
-    With a reward they are those of `Reward.measure`, and the completions that it scored.
+    With a reward they are those of `Reward.measure`, and the answers are the completions that it scored.
 
     Examples with options: "loss" (mean cross-entropy over the options), "accuracy", and, if all examples have the same
     options, "macro_f1" (mean over the labels that occur among answers or predictions). Free text: "loss" (mean
@@ -69,18 +70,18 @@ def evaluate(
             best = [int(row.argmax()) for row in scores]
             metrics = choice_metrics(scores, best, encoded, shared=bool(objective.options))
             answers = [e.example.name_of(option) for e, option in zip(encoded, best, strict=True)]
+            row_losses = choice_losses(scores, encoded)
         else:
             assert isinstance(objective, CausalObjective)
-            metrics = _evaluate_text(model, objective, encoded, batch_size)
-            answers = []
+            metrics, answers, row_losses = _evaluate_text(model, objective, encoded, batch_size)
             if measures:
                 with current().phase(WRITING):
                     answers = completions(model, objective, encoded, batch_size, max_new_tokens)
-    return metrics | _measured(measures, answers, encoded), answers
+    return Evaluated(metrics | _measured(measures, answers, encoded), answers, row_losses)
 
 
-def metrics_of(outputs: Outputs, encoded: Sequence[Encoded], *, shared: bool) -> Metrics:
-    """Returns what `evaluate` gives without answers, of the outputs of these examples.
+def evaluated_by(outputs: Outputs, encoded: Sequence[Encoded], *, shared: bool) -> Evaluated:
+    """Returns what `evaluate` returns, without answers, by the outputs of these examples.
 
     Args:
         outputs: of all examples.
@@ -91,9 +92,12 @@ def metrics_of(outputs: Outputs, encoded: Sequence[Encoded], *, shared: bool) ->
     if encoded[0].example.options:
         order = outputs.example_T.cpu().argsort()
         scores = [row[: len(e.example.options)] for row, e in zip(scores_TC[order], encoded, strict=True)]
-        return choice_metrics(scores, [int(row.argmax()) for row in scores], encoded, shared=shared)
+        metrics = choice_metrics(scores, [int(row.argmax()) for row in scores], encoded, shared=shared)
+        return Evaluated(metrics, [], choice_losses(scores, encoded))
     likeliest_T = scores_TC[:, 0] >= scores_TC[:, 1:-1].amax(1)
-    return {"loss": -float(scores_TC[:, 0].mean()), "token_accuracy": float(likeliest_T.double().mean())}
+    metrics = {"loss": -float(scores_TC[:, 0].mean()), "token_accuracy": float(likeliest_T.double().mean())}
+    sums_B = scores_TC.new_zeros(len(encoded)).index_add_(0, outputs.example_T.cpu(), -scores_TC[:, 0])
+    return Evaluated(metrics, [], _parts(sums_B.tolist(), len(scores_TC)))
 
 
 def measure(
@@ -120,7 +124,7 @@ def measure(
     with current().phase(ENCODING):
         encoded = [objective.encode(example) for example in tracked(examples)]
     with current().phase(EVALUATING):
-        metrics, _ = evaluate(
+        metrics, *_ = evaluate(
             loaded.model,
             objective,
             encoded,
@@ -188,21 +192,34 @@ def choice_metrics(
     `scores` and `best` hold for each example the scores of its options and the index of the best one.
     """
     labels = [e.example.label for e in encoded]
-    loss = sum(-float(row.log_softmax(0)[label]) for row, label in zip(scores, labels, strict=True))
+    loss = sum(choice_losses(scores, encoded))
     hits = [e.example.is_right(option) for e, option in zip(encoded, best, strict=True)]
     metrics = {"loss": loss / len(encoded), "accuracy": sum(hits) / len(encoded)}
     return metrics | ({"macro_f1": macro_f1(best, labels)} if shared else {})
 
 
-def _evaluate_text(model: Any, objective: CausalObjective, encoded: Sequence[Encoded], batch_size: int) -> Metrics:
+def choice_losses(scores: Sequence[Tensor], encoded: Sequence[Encoded]) -> list[float]:
+    """Returns the cross-entropy of each example over its options, by their scores."""
+    return [-float(row.log_softmax(0)[e.example.label]) for row, e in zip(scores, encoded, strict=True)]
+
+
+def _evaluate_text(model: Any, objective: CausalObjective, encoded: Sequence[Encoded], batch_size: int) -> Evaluated:
     loss, right, tokens = 0.0, 0, 0
+    sums: dict[int, float] = {}
     for part in by_length(encoded, batch_size):
         batch = objective.collate([encoded[i] for i in part])
-        log_probs, hits = objective.evaluator.token_hits(model, batch)
-        loss -= float(log_probs.sum(dtype=torch.float64))
-        right += int(hits.sum())
+        log_probs_SK, hits_SK = objective.evaluator.token_hits(model, batch)
+        loss -= float(log_probs_SK.sum(dtype=torch.float64))
+        sums |= zip(part, (-log_probs_SK.sum(1, dtype=torch.float64)).tolist(), strict=True)
+        right += int(hits_SK.sum())
         tokens += batch.num_terms
-    return {"loss": loss / tokens, "token_accuracy": right / tokens}
+    metrics = {"loss": loss / tokens, "token_accuracy": right / tokens}
+    return Evaluated(metrics, [], _parts([sums[i] for i in range(len(encoded))], tokens))
+
+
+def _parts(sums: Sequence[float], tokens: int) -> list[float]:
+    """Returns the part of each example in a mean over tokens, by the sums over its tokens."""
+    return [own * len(sums) / tokens for own in sums]
 
 
 def _measured(measures: Sequence[Measure], answers: Sequence[str], encoded: Sequence[Encoded]) -> Metrics:

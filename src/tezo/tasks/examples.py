@@ -18,10 +18,21 @@ MOST_TEXT = 1 << 22
 where there is no memory left."""
 
 
+class _Seen(dict[int, int | None]):
+    """Maps a character to itself, or to None if it is not seen, for `str.translate`."""
+
+    def __missing__(self, code: int) -> int | None:
+        seen = chr(code).isspace() or unicodedata.category(chr(code)) not in ("Cf", "Cc")
+        self[code] = code if seen else None
+        return self[code]
+
+
+_SEEN = _Seen()
+
+
 def visible(text: str) -> str:
     """Returns the text in Unicode form C, without space around it and without characters that are not seen."""
-    seen = (c for c in unicodedata.normalize("NFC", text) if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc"))
-    return "".join(seen).strip()
+    return unicodedata.normalize("NFC", text).translate(_SEEN).strip()
 
 
 def folded(text: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tezo.directions.products import float32_on_emulating_cpu
 from tezo.optim.closures import RowLosses
 from tezo.system.errors import RequestError
+from tezo.tasks.evaluated import Evaluated
 from tezo.tasks.examples import Example, Row
 from tezo.tasks.generation import Sampling, continuations, texts_of
 from tezo.tasks.objectives.objective import Encoded, Objective
@@ -55,8 +56,8 @@ class Reward:
 
     def measure(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int = EVALUATION
-    ) -> tuple[dict[str, float], list[str]]:
-        """Returns (metrics of examples made by `prompt_of`, the completion of each that was scored).
+    ) -> Evaluated:
+        """Returns metrics of examples made by `prompt_of`, the completion of each that was scored, and minus its score.
 
         A causal model writes each completion by a forward pass for each token, sampled with the random numbers of
         `step`. Metrics are "reward", the mean score, "loss", minus that, and, where scores are missing and so left out
@@ -68,7 +69,8 @@ class Reward:
         ((texts, scores),) = self.scored(model, objective, encoded, batch_size, step, 1)
         known = [own.value for own in scores if own.failure is None]
         mean, missing = sum(known) / len(known), 1 - len(known) / len(scores)
-        return {"loss": -mean, REWARD: mean} | ({MISSING_SCORES: missing} if missing else {}), texts
+        metrics = {"loss": -mean, REWARD: mean} | ({MISSING_SCORES: missing} if missing else {})
+        return Evaluated(metrics, texts, [-own.value for own in scores])
 
     def sampling(self, step: int) -> Sampling | None:
         """Returns how completions are sampled at a step; None: they are greedy."""

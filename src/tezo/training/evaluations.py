@@ -15,9 +15,11 @@ from tezo.runs.folder import RunFolder
 from tezo.runs.reader import OUTCOMES
 from tezo.system.errors import NonFiniteModelError, RequestError, nearest
 from tezo.system.files import json_text
-from tezo.tasks.evaluation import Metrics, evaluate, metrics_of, predict
+from tezo.tasks.evaluated import Evaluated
+from tezo.tasks.evaluation import Metrics, evaluate, evaluated_by, predict
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.objective import Encoded
+from tezo.tasks.paired import chance, kept_losses
 from tezo.tasks.rewards import EVALUATION, Reward, answered
 from tezo.tasks.untuned import BIAS, MOST_ROWS, PROBE, untuned
 from tezo.training.job import Job
@@ -41,6 +43,7 @@ class Evaluations:
     Attributes:
         known: (split, step) -> metrics of the evaluations so far, those in the log of a run that goes on among them.
         answers: (split, step) -> answers to the first rows, of evaluations of the test rows.
+        row_losses: (split, step) -> losses of the first rows, see `Evaluated.row_losses`.
     """
 
     def __init__(self, job: Job, folder: RunFolder, listeners: Sequence[Listener]) -> None:
@@ -49,6 +52,7 @@ class Evaluations:
         self.listeners = listeners
         self.known: dict[tuple[str, int], Metrics] = {}
         self.answers: dict[tuple[str, int], Sequence[str]] = {}
+        self.row_losses: dict[tuple[str, int], Sequence[float]] = {}
 
     def loss(self, split: str, step: int) -> float | None:
         """Returns the loss of an evaluation that was made; None if there was none."""
@@ -63,24 +67,47 @@ class Evaluations:
             longest = sorted(encoded, key=lambda row: row.length)[-self.job.config.train.eval_batch_size :]
             memory = memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size")
             with memory, self.job.loaded.files.unchanged():
-                metrics, answers = self._of_rows(split, encoded)
+                metrics, answers, row_losses = self._of_rows(split, encoded)
                 if step == 0 and not math.isfinite(metrics["loss"]):
                     dtype = self.job.model.dtype
                     raise NonFiniteModelError(f"the untuned model's loss of the {split} rows", metrics["loss"], dtype)
+                self.row_losses[split, step] = kept_losses(row_losses)
                 if split == "test":
                     self.answers[split, step] = answers_to_keep(self.job, answers)
         self._tell(split, step, metrics)
         return metrics
 
-    def _of_rows(self, split: str, encoded: Sequence[Encoded]) -> tuple[Metrics, list[str]]:
+    def chance(self, split: str, step: int, *, chosen: bool) -> dict[str, Any] | None:
+        """Returns whether the loss of the rows of `split` fell by more than their noise, as JSON.
+
+        "rows" is the number of rows that are compared, "states" that of the states, and "p" what `chance` of
+        `tezo.tasks.paired` returns. None: the losses of the rows are not known.
+
+        Args:
+            split: "dev" or "test".
+            step: number of steps that the kept state has taken.
+            chosen: whether these rows chose it among all states that were evaluated.
+        """
+        first = self.row_losses.get(("test" if self.job.dev is self.job.test else split, 0))
+        states = {own[1]: losses for own, losses in self.row_losses.items() if own[0] == split and own[1] > 0}
+        if step == 0 and first is not None:
+            return {"rows": len(first), "states": len(states), "p": 1.0}
+        if first is None or step not in states:
+            return None
+        compared = states if chosen else {step: states[step]}
+        p = chance(first, [*compared.values()], [*compared].index(step))
+        return {"rows": len(first), "states": len(compared), "p": p}
+
+    def _of_rows(self, split: str, encoded: Sequence[Encoded]) -> Evaluated:
         held_out = self.job.held_out
         if split != "dev" or held_out is None:
             return self._measured(encoded, written=split == "test")
-        return metrics_of(held_out.evaluated(), encoded, shared=bool(self.job.objective.options)), []
+        return evaluated_by(held_out.evaluated(), encoded, shared=bool(self.job.objective.options))
 
     def _tell(self, split: str, step: int, metrics: Metrics) -> None:
         self.known[split, step] = metrics
-        self.folder.append_evaluation(split, step, metrics, self.answers.get((split, step), ()))
+        key = split, step
+        self.folder.append_evaluation(split, step, metrics, self.answers.get(key, ()), self.row_losses.get(key, ()))
         for listener in self.listeners:
             listener.evaluated(split, step, metrics)
 
@@ -129,7 +156,7 @@ class Evaluations:
         if not known or not set("".join(known)) <= set(" 0123456789"):  # texts, of an earlier version
             return None
         rows = answered(job.test, [[int(token) for token in own.split()] for own in known])
-        return evaluate(job.model, job.objective, rows, size)[0]
+        return evaluate(job.model, job.objective, rows, size).metrics
 
     def metrics(self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION) -> Metrics:
         """Returns metrics of the model on some rows.
@@ -139,11 +166,9 @@ class Evaluations:
             written: whether answers are generated and measured, which takes a pass for each token.
             step: whose random numbers a reward samples with.
         """
-        return self._measured(encoded, written=written, step=step)[0]
+        return self._measured(encoded, written=written, step=step).metrics
 
-    def _measured(
-        self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION
-    ) -> tuple[Metrics, list[str]]:
+    def _measured(self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION) -> Evaluated:
         return evaluate(
             self.job.model,
             self.job.objective,

@@ -206,6 +206,7 @@ class Loop:
             self.resumed = self._open()
         self.evaluations.known = dict(self.resumed.evaluations)
         self.evaluations.answers = dict(self.resumed.answers)
+        self.evaluations.row_losses = dict(self.resumed.row_losses)
         self.best.begin(self.resumed)
         unfit = reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint")
         with unfit, self.meter.phase(OPENING):
@@ -444,10 +445,13 @@ class Loop:
         own_answers: tuple[float | None, float | None],
     ) -> dict[str, Any]:
         kept = self.best.kept
+        kept_step = kept.step if kept is not None else steps
+        dev_loss = kept.loss if kept is not None else self.best.dev_loss
+        split = "test" if dev_loss is None else "dev"
         outcome = Outcome(
             steps,
-            kept.step if kept is not None else steps,
-            kept.loss if kept is not None else self.best.dev_loss,
+            kept_step,
+            dev_loss,
             self.step_seconds,
             self.job.optimizer.num_idle_steps,
             before,
@@ -458,6 +462,7 @@ class Loop:
             self.best.rollbacks,
             kept is not None,
             self.best.stopped,
+            self.evaluations.chance(split, kept_step, chosen=kept is not None),
         )
         files = self.job.loaded.files
         files.check(by_content=True)

@@ -19,6 +19,7 @@ from tezo.system.processes import ProcessGroup
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.formats import default_template
 from tezo.tasks.objectives.objective import Encoded
+from tezo.tasks.paired import LEVEL
 from tezo.tasks.scoring import MISSING_SCORES, REWARD
 from tezo.tasks.untuned import BIAS, PROBE
 from tezo.training.job import Job, parameter_counts, plan
@@ -37,7 +38,10 @@ UNTUNED = {BIAS: "with a bias fitted to each label", PROBE: "under a linear prob
 
 
 def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
-    """Returns two sentences on a finished run, whose first learning rate was `lr`, from its summary."""
+    """Returns two sentences on a finished run, whose first learning rate was `lr`, from its summary.
+
+    A run is better where its loss fell by `LEAST_GAIN` of itself or more, and further than by chance at `LEVEL`.
+    """
     if summary["dev_loss"] is None:
         before, after = summary["before"]["loss"], summary["after"]["loss"]
     else:
@@ -47,6 +51,11 @@ def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
     figure, better, worse = ("reward", "rose from", "fell from") if rewarded else ("loss", "fell from", "rose from")
     first, last = summary["before"]["loss"], summary["after"]["loss"]
     start, end, first_text, last_text = (f"{-loss if rewarded else loss:.4f}" for loss in (before, after, first, last))
+    chance, idle = summary["chance"], summary["stopped"] == IDLE
+    advice = _ended(summary, planned_steps) if idle else _after_no_gain(summary, lr, rewarded=rewarded)
+    if after < before and start != end and chance is not None and chance["p"] > LEVEL:
+        noise = f"within the noise of {chance['rows']} rows (p = {chance['p']:.2g} in a paired test)"
+        return f"{NO_BETTER}: the {rows} {figure} was {start} and is {end}, {noise}. {advice}"
     if after < before - LEAST_GAIN * abs(before):
         gain = f"the {rows} {figure} {better} {start} to {end}"
         if last > first and first_text != last_text:
@@ -55,8 +64,6 @@ def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
                 "too few, or unlike the test rows; give more in data.dev."
             )
         return f"{BETTER}: {gain}. {_after_gain(summary, planned_steps, rewarded=rewarded)}"
-    idle = summary["stopped"] == IDLE
-    advice = _ended(summary, planned_steps) if idle else _after_no_gain(summary, lr, rewarded=rewarded)
     if after < before and start != end:
         little = f"by less than {100 * LEAST_GAIN:g} %"
         return f"{HARDLY}: the {rows} {figure} {better} {start} to {end}, {little}. {advice}"
@@ -158,6 +165,7 @@ class Outcome:
         own_answers: loss of the untuned model's own answers before and after training; None: not measured.
         chosen: whether the step was kept for its loss on the dev rows.
         stopped: key of `tezo.training.stopping.ENDED` for which the run ended before its last step, or None.
+        chance: see `Evaluations.chance`; of the dev rows, or of the test rows where there are none.
     """
 
     steps: int
@@ -173,6 +181,7 @@ class Outcome:
     rollbacks: Sequence[Rollback]
     chosen: bool
     stopped: str | None
+    chance: Mapping[str, Any] | None
 
 
 def row_counts(job: Job) -> dict[str, int]:
@@ -221,6 +230,7 @@ def summarize(
         "dev_loss_before": outcome.dev_loss_before,
         "rollbacks": [asdict(rollback) for rollback in outcome.rollbacks],
         "stopped": outcome.stopped,
+        "chance": outcome.chance,
         "phases": phases,
         "batch_size": train.rows_per_step,
         "num_forward_passes": optimizer.num_forward_passes,
