@@ -146,11 +146,9 @@ def _loading(saved: Saved, base: str) -> list[str]:
     in_gguf, file = is_gguf(place), PureWindowsPath(place).name
     load = load.format(f'"FOLDER", gguf_file="{file}"' if in_gguf else f'"{base}"')
     inside = f" in the Python package {package}" if package else ""
-    folder = (
-        f"the folder {package}/{PurePosixPath(place).parent}{inside}" if package else "the folder of the base model"
-    )
+    folder = f"{package}/{PurePosixPath(place).parent}{inside}" if package else "of the base model"
     where += f" FOLDER is the folder of {file}{inside}." if in_gguf else ""
-    where += "" if in_gguf or hub_name(saved.base) else f" `{base}` stands for {folder}."
+    where += "" if in_gguf or hub_name(saved.base) else f" `{base}` stands for the folder {folder}."
     if saved.not_in_peft is not None:
         why = f"PEFT does not add this adapter as it was trained ({saved.not_in_peft}); `tezo` does:"
         with_tezo = f'\nhandles = tezo.load_adapter(model, "{HERE}")'
