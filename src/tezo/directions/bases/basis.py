@@ -170,6 +170,7 @@ class CollectedBasis(Basis):
         self._targets: list[Target] = []
         self._ranks: Mapping[str, int] = {}
         self._store: FactorStore | None = None
+        self._unsaved: set[int] = set()
         self._collected: dict[int, CollectedFactors] = {}
         self._random = GaussianBasis()
 
@@ -180,12 +181,11 @@ class CollectedBasis(Basis):
     def set_factor_store(self, store: FactorStore) -> None:
         self._store = store
         self.version += 1
-        # a learning rate that is chosen before the first step has computed factors already
-        for refresh_step, collected in self._collected.items():
-            stored = store.load(KIND, refresh_step)
-            if stored is None:
-                store.save(KIND, refresh_step, collected)
-            self._collected[refresh_step] = stored or collected
+        # a scale or rate that was measured before the first step has computed factors already: they are saved by the
+        # step that uses them, as those are that a run computes which goes on with what was measured
+        stored = {refresh_step: store.load(KIND, refresh_step) for refresh_step in self._collected}
+        self._unsaved = {refresh_step for refresh_step, found in stored.items() if found is None}
+        self._collected |= {refresh_step: found for refresh_step, found in stored.items() if found is not None}
 
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
         if target.input_role is None or (role != target.input_role and not self.both_sides):
@@ -205,8 +205,7 @@ class CollectedBasis(Basis):
                 with current().phase(BASIS):
                     collected = self.collect(refresh_step)
                 self._seconds += time.perf_counter() - started
-                if self._store is not None:
-                    self._store.save(KIND, refresh_step, collected)
+                self._unsaved.add(refresh_step)
             self._check(collected.factors)
             self._collected[refresh_step] = collected
             if refresh_step not in self._counted:  # going back to a better step reads them again
@@ -214,6 +213,9 @@ class CollectedBasis(Basis):
                 self._counted.add(refresh_step)
             for old in sorted(self._collected)[:-_KEPT_REFRESHES]:
                 del self._collected[old]
+        if self._store is not None and refresh_step in self._unsaved:
+            self._store.save(KIND, refresh_step, self._collected[refresh_step])
+            self._unsaved.remove(refresh_step)
         return self._collected[refresh_step]
 
     @abstractmethod
