@@ -1,5 +1,8 @@
 """Short runs of every method, an end in the middle of one, and what a run left."""
 
+import json
+import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ from cases import CASES
 from safetensors.torch import load_file
 
 from tezo.methods import METHODS
+from tezo.runs.folder import LOG, METRICS, SCORED
+from tezo.runs.step_log import MAGIC, read_log
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.settings import Config, parse_config
@@ -47,6 +52,31 @@ class Death(Listener):
 def stopped(made: Config, run: Path, step: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(made, run, [Death(step)], resume=True)
+
+
+def entries(log: bytes) -> list[int]:
+    """Where the header of a step log ends, and each of its entries."""
+    ends = [len(MAGIC) + 8 + struct.unpack_from("<I", log, len(MAGIC))[0]]
+    while ends[-1] < len(log):
+        ends.append(ends[-1] + 12 + struct.unpack_from("<4sI", log, ends[-1])[1])
+    return ends
+
+
+def killed_after(whole: Path, run: Path, count: int) -> None:
+    """Makes of a finished run the folder of one whose process was killed after so many entries of its log."""
+    run.mkdir()
+    log = (whole / LOG).read_bytes()
+    (run / LOG).write_bytes(log[: entries(log)[count]])
+    known = read_log(run / LOG)
+    for name in known.files:
+        shutil.copy(whole / name, run / name)
+    for name in (METRICS, SCORED):
+        for text in (whole / name).read_text().splitlines(keepends=True) if (whole / name).exists() else ():
+            line = json.loads(text)
+            there = (line["split"], line["step"]) in known.evaluations if "split" in line else True
+            if there and line["step"] <= len(known.steps):
+                with (run / name).open("a") as file:
+                    file.write(text)
 
 
 def result(folder: Path) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from folders import (
     write_rows,
 )
 from kills import contents
-from short_runs import Death, result, same, stopped
+from short_runs import Death, entries, killed_after, result, same, stopped
 
 import tezo as library
 from tezo.methods import METHODS
@@ -35,7 +36,7 @@ from tezo.tasks.rewards import Reward, answered
 from tezo.tasks.scorers import identity
 from tezo.training.loop import train
 from tezo.training.resume import replay
-from tezo.training.settings import parse_config
+from tezo.training.settings import MethodConfig, parse_config
 
 SCORER = """
 from pathlib import Path
@@ -205,6 +206,18 @@ def test_a_stopped_run_goes_on_to_the_bit_and_is_replayed_without_the_scorer(hom
     (home / "score.py").unlink()
     replay(tmp_path / "whole", tmp_path / "replayed")
     assert same(result(tmp_path / "replayed"), result(tmp_path / "whole"))
+
+
+def test_a_run_that_was_killed_after_any_entry_of_its_log_leaves_the_same_files(home, tmp_path):
+    made = config(home, steps=2, batch_size=4, eval_every=1, log_every=1, max_new_tokens=3)
+    made = replace(made, method=MethodConfig(name="es", options={"rank": 4, "num_directions": 3}))
+    train(made, tmp_path / "whole")
+    count = len(entries((tmp_path / "whole/steps.log").read_bytes())) - 1
+    assert count >= 9  # evaluations before, a file, 2 steps, each with an evaluation, those after, and the end
+    for killed in range(count):
+        killed_after(tmp_path / "whole", tmp_path / f"{killed}", killed)
+        train(made, tmp_path / f"{killed}", resume=True)
+        assert contents(tmp_path / f"{killed}") == contents(tmp_path / "whole"), killed
 
 
 def test_a_run_goes_on_only_with_its_own_scorer(home, tmp_path):

@@ -215,6 +215,7 @@ class DataBasis(Basis, Generic[F]):
         self._ranks: Mapping[str, int] = {}
         self._store: FactorStore | None = None
         self._kept: dict[int, F] = {}
+        self._unsaved: set[int] = set()
         self._counted: set[int] = set()
         self._calls, self._seconds = 0, 0.0
         self._random = GaussianBasis()
@@ -232,23 +233,29 @@ class DataBasis(Basis, Generic[F]):
         self._ranks = ranks
 
     def refresh(self, refresh_step: int, source: Source) -> None:
-        if refresh_step in self._kept:
-            return
+        if refresh_step not in self._kept:
+            self._kept[refresh_step] = factors = self._found(refresh_step, source)
+            if refresh_step not in self._counted:  # going back to a better step reads them again
+                self._calls += factors.passes
+                self._counted.add(refresh_step)
+            for old in sorted(self._kept)[:-_KEPT_REFRESHES]:
+                del self._kept[old]
+        if self._store is not None and refresh_step in self._unsaved:
+            factors = self._kept[refresh_step]
+            self._store.save(KIND, refresh_step, StoredTensors(factors.to_tensors(), factors.passes))
+            self._unsaved.remove(refresh_step)
+
+    def _found(self, refresh_step: int, source: Source) -> F:
+        """Returns the factors that the store has, or else new ones."""
         stored = self._store.load(KIND, refresh_step) if self._store is not None else None
         if stored is not None:
-            factors = self._checked(self.read(stored))
-        else:
-            started = time.perf_counter()
-            with current().phase(BASIS):
-                factors = self._checked(self.compute(refresh_step, source))
-            self._seconds += time.perf_counter() - started
-            self._save(refresh_step, factors)
-        self._kept[refresh_step] = factors
-        if refresh_step not in self._counted:  # going back to a better step reads them again
-            self._calls += factors.passes
-            self._counted.add(refresh_step)
-        for old in sorted(self._kept)[:-_KEPT_REFRESHES]:
-            del self._kept[old]
+            return self._checked(self.read(stored))
+        started = time.perf_counter()
+        with current().phase(BASIS):
+            factors = self._checked(self.compute(refresh_step, source))
+        self._seconds += time.perf_counter() - started
+        self._unsaved.add(refresh_step)
+        return factors
 
     def at(self, refresh_step: int) -> F:
         """Returns the factors from a step on, which `refresh` has found.
@@ -285,11 +292,12 @@ class DataBasis(Basis, Generic[F]):
 
     def set_factor_store(self, store: FactorStore) -> None:
         self._store = store
-        # a learning rate that is chosen before the first step has computed factors already
-        for refresh_step, factors in self._kept.items():
+        # a scale or rate that was measured before the first step has computed factors already: they are saved by the
+        # step that uses them, as those are that a run computes which goes on with what was measured
+        for refresh_step in self._kept:
             stored = store.load(KIND, refresh_step)
             if stored is None:
-                self._save(refresh_step, factors)
+                self._unsaved.add(refresh_step)
             else:
                 self._kept[refresh_step] = self._checked(self.read(stored))
 
@@ -313,10 +321,6 @@ class DataBasis(Basis, Generic[F]):
                 tensors.setdefault(int(refresh_step), {})[name] = value.to("cpu", torch.float64, copy=True)
         self._kept = {step: self._checked(self.read(StoredTensors(own, 0))) for step, own in tensors.items()}
         self._counted |= self._kept.keys()
-
-    def _save(self, refresh_step: int, factors: F) -> None:
-        if self._store is not None:
-            self._store.save(KIND, refresh_step, StoredTensors(factors.to_tensors(), factors.passes))
 
     def _checked(self, factors: F) -> F:
         for target in self._targets:
