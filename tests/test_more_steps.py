@@ -171,7 +171,7 @@ class Planted(Listener):
 
     def stepped(self, progress: Any) -> None:
         if progress.record.step == 50:
-            for moving in self.job.optimizer.moving.values():
+            for moving in self.job.optimizer.parameters.values():
                 moving.change.coefficient.add_(30.0)
 
 
