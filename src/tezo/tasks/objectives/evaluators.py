@@ -208,7 +208,7 @@ class InEngine(Evaluator):
 
         wanted = replace(wanted, line_ended=line_ended if wanted.one_line else None)
         found = self._engine.generate(self._changes(model, copies), prompts, wanted)
-        if copies > 1 and all(own == found[0] for own in found):  # by chance, or it ignores changes
+        if copies > 1 and all(own == found[0] for own in found):  # by chance, or the engine ignores changes
             self._engine.check_changes()
         current().count(sum(len(row) for own in found for row in own))
         return found
@@ -219,7 +219,7 @@ class InEngine(Evaluator):
 
     def _told(self, model: Any, asked: Asked, copies: int) -> list[Told]:
         told = self._engine.log_probs(self._changes(model, copies), asked)
-        if has_twins(told):  # it ignores changes, or rounds them away
+        if has_twins(told):  # the engine ignores changes, or rounds them away
             self._engine.check_changes()
             self._say_equal(copies)
         return told
