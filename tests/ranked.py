@@ -18,7 +18,8 @@ import torch
 
 from tezo.system import processes as distributed
 from tezo.system.errors import RunInterrupted, TezoError
-from tezo.training import loop, resolution
+from tezo.training import choices as resolution
+from tezo.training import loop
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.settings import parse_setting, read_config

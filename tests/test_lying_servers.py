@@ -140,6 +140,11 @@ def test_a_server_that_lies_at_the_start_is_refused_and_one_that_does_so_once_is
     assert begin() and not standin.lies
 
 
+def more(*names: str) -> list[Any]:
+    """Cases of a test that are left out where time is short."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def request(home: Path, engine: str, **method: Any) -> Any:
     named = {"name": "tezo-cadam", "rank": 4, "num_directions": 2, "rho": 0.03, "lr": 0.05} | method
     return parse_config(
@@ -179,7 +184,7 @@ def test_a_run_that_keeps_outputs_ends_there_too(home, standin, tmp_path):
     check_ends_alike(tmp_path / "server", tmp_path / "torch")
 
 
-@pytest.mark.parametrize("name", ["log-probability -inf", "log-probability True", "answers to other prompts"])
+@pytest.mark.parametrize("name", ["log-probability -inf", *more("log-probability True", "answers to other prompts")])
 def test_a_run_that_is_lied_to_once_has_the_bits_of_an_honest_one(home, standin, honest, tmp_path, name):
     standin.lying(OF_PROMPTS[name], 1, honest=honest[1] // 2)
     train(request(home, standin.url), tmp_path / "run")
@@ -187,7 +192,7 @@ def test_a_run_that_is_lied_to_once_has_the_bits_of_an_honest_one(home, standin,
     check_same_bits(tmp_path / "run", honest[0])
 
 
-@pytest.mark.parametrize("name", ["log-probability 0.5", "tokens shifted by a place", "HTML", "status 500"])
+@pytest.mark.parametrize("name", ["log-probability 0.5", *more("tokens shifted by a place", "HTML", "status 500")])
 def test_a_run_that_is_lied_to_ends_in_a_sentence_and_goes_on_with_an_honest_server(
     home, standin, honest, tmp_path, name
 ):

@@ -11,9 +11,9 @@ from folders import completion_rows, model_and_rows, settings, tezo, write_rows
 from short_runs import config, stopped
 
 from tezo.runs.step_log import read_log
+from tezo.tasks import paired
 from tezo.tasks.evaluation import evaluate, evaluated_by
 from tezo.tasks.paired import LEVEL, chance
-from tezo.training import paired
 from tezo.training.job import prepare
 from tezo.training.listeners import Listener
 from tezo.training.loop import train

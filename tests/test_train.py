@@ -71,7 +71,7 @@ def test_metrics_have_a_line_every_so_many_steps_and_one_for_each_evaluation(hom
     steps = [line for line in lines if "split" not in line]
     assert [line["step"] for line in steps] == [3, 6]
     assert all(
-        set(line) == {"step", "loss", "projected_grads", "lr", "seconds", "elapsed", "passes", "memory"}
+        set(line) == {"step", "loss", "projected_grads", "lr", "seconds", "elapsed", "passes", "memory", "crc"}
         for line in steps
     )
     assert all(line["memory"] > 2**20 and len(line["projected_grads"]) == 1 for line in steps)

@@ -214,7 +214,7 @@ def _named(names: list[str], vocabulary: int) -> list[int]:
     wrong = [name for name in names if not (name.isascii() and name.isdigit() and len(name) <= MOST_DIGITS)]
     tokens = [] if wrong else [int(name) for name in names]
     if wrong or [str(token) for token in tokens] != names:
-        raise MalformedError(f"names of tokens {shown(wrong or names)}")
+        raise MalformedError(f"tokens {shown(wrong or names)}, not whole numbers from 0 to {vocabulary - 1}")
     return _tokens(tokens, vocabulary)
 
 
@@ -234,12 +234,12 @@ def _one(values: list[Any], name: str) -> Any:
 def _member(found: Any, name: str, kind: type[Kind]) -> Kind:
     """Returns what an object has under a name, which must be of this kind."""
     if name not in (members := _of(dict, found, VALUE)):
-        raise MalformedError(f"there is no {name} in {shown(found)}")
+        raise MalformedError(f"{shown(name)} is missing in {shown(found)}")
     return _of(kind, members[name], name)
 
 
 def _of(kind: type[Kind], value: Any, name: str) -> Kind:
-    """Returns a value of this kind, of which true and false are none."""
+    """Returns a value of this kind; true and false are not whole numbers."""
     if type(value) is not kind:
         raise MalformedError(f"{name} is {shown(value)}, not {NAMES[kind]}")
     return value

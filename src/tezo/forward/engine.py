@@ -146,7 +146,7 @@ class Engine(ABC):
         del rank
 
     def check_changes(self) -> None:
-        """Checks that the engine computes with the changes that it is sent; nothing, where that is certain.
+        """Checks that the engine computes with the changes that it is sent, as one in this process always does.
 
         Raises:
             RequestError: it ignores them.

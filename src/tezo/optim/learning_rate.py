@@ -23,6 +23,7 @@ If `ENOUGH` trials neither failed nor lowered the loss, they are too short to te
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -295,7 +296,7 @@ class _Search:
             taken, now = stop, self._evaluate(self.held_out, self.held_out_passes)
             changes = [after - before for after, before in zip(now, start, strict=True)]
             finite = all(map(math.isfinite, changes))
-            change = statistics.fmean(changes) if finite else math.inf
+            change = _beyond_rounding(statistics.fmean(changes), [*start, *now]) if finite else math.inf
             error = statistics.stdev(changes) / math.sqrt(len(changes)) if finite and len(changes) > 1 else 0.0
             failed = change > 2 * error
             if failed:
@@ -336,6 +337,12 @@ def _stops(steps: int) -> list[int]:
     if steps <= 2 * FEWEST_STEPS:
         return sorted({(steps + 1) // 2, steps})
     return [steps // 4, steps // 2, steps]
+
+
+def _beyond_rounding(change: float, losses: Sequence[float]) -> float:
+    """Returns a mean change of losses; 0.0 where it is no larger than the rounding of these losses."""
+    rounding = sys.float_info.epsilon * statistics.fmean(map(abs, losses))
+    return change if abs(change) > rounding else 0.0
 
 
 def _ends(trials: Sequence[Trial]) -> bool:
