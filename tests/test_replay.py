@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,26 @@ def test_a_header_that_lacks_what_a_run_writes_is_refused(home, tmp_path, lost):
     bad = rewritten(tmp_path / "bad", {k: v for k, v in found.header.items() if k != lost}, found.steps)
     with pytest.raises(RequestError, match="header is not that of a run"):
         replay(bad, tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e308, -1e39])
+@pytest.mark.parametrize("field", ["lr", "projected_grad"])
+def test_numbers_that_no_step_has_are_refused_in_a_sentence(home, tmp_path, field, number):
+    run = tmp_path / "run"
+    stopped(config(home), run, 5)
+    logged = read_log(run / LOG)
+    (run / LOG).unlink()
+    log = StepLog(run / LOG, logged.header)
+    for record in logged.steps:
+        if record.step == 3 and field == "lr":
+            record = replace(record, lr=number)
+        elif record.step == 3:
+            record = replace(record, probes=(replace(record.probes[0], projected_grad=number), *record.probes[1:]))
+        log.append(record)
+    log.close()
+    refused(tezo("replay", run, "--output", tmp_path / "out"), "step 3", f"{number:g}", "no step has")
+    (run / "metrics.jsonl").unlink()
+    shutil.rmtree(run / "checkpoint-3")
+    refused(tezo("train", "--output", run, "--resume"), "step 3", f"{number:g}", "no step has")
+    assert not (tmp_path / "out").exists()
+    assert tezo("replay", run, "--output", tmp_path / "out", "--step", 3).code == 0

@@ -170,6 +170,28 @@ def test_a_second_writer_is_refused_and_takes_over_when_the_first_is_gone(tmp_pa
     StepLog(path, HEADER).close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "entry"),
+    [
+        (b"eval", '{"split": "dev", "step": Infinity, "metrics": {}}'),
+        (b"eval", '{"split": "dev", "step": 1e999, "metrics": {"loss": 1}}'),
+        (b"back", '{"step": Infinity, "to": 0, "lr_scale": 1, "reason": "x"}'),
+        (b"back", '{"step": 2, "to": 1, "lr_scale": Infinity, "reason": "x"}'),
+        (b"done", '{"steps": 2, "kept": -Infinity}'),
+        (b"more", '{"step": 2, "before": 2, "steps": Infinity, "ended": false}'),
+        (b"eval", '{"split": "dev", "step": NaN, "metrics": {}}'),
+    ],
+)
+def test_an_infinite_number_in_an_entry_is_no_entry(tmp_path, kind, entry):
+    path = written(tmp_path / "steps.log", steps(2))
+    whole = path.read_bytes()
+    body = kind + struct.pack("<I", len(entry)) + entry.encode()
+    crc = zlib.crc32(body, struct.unpack("<I", whole[-4:])[0])
+    path.write_bytes(whole + body + struct.pack("<I", crc))
+    found = read_log(path)
+    assert found.steps == steps(2) and found.valid == len(whole) < found.size
+
+
 def test_steps_of_several_kinds_are_told_apart(tmp_path):
     drawn, fed = steps(1)[0], StepRecord(1, 0.5, 1e-4, (), "feedback", 3)
     partial = StepRecord(2, 0.5, 1e-4, drawn.probes[:1], forward_passes=2)

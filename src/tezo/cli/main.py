@@ -12,7 +12,7 @@ import typer
 
 from tezo.cli import answers, lists, runs, train
 from tezo.cli.common import options
-from tezo.system.errors import RunInterrupted, TezoError
+from tezo.system.errors import RunInterrupted, TezoError, is_of_memory
 from tezo.system.files import one_line
 
 INTERRUPTED = 130
@@ -82,6 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         if isinstance(error, TezoError):
             _end(str(error), error.exit_code)
+        if is_of_memory(error):
+            _end(
+                f"memory is short ({one_line(error)}); close other programs, raise a limit such as that of ulimit -v, "
+                "or take a smaller model or model.dtype=bfloat16.",
+                1,
+            )
         if isinstance(error, OSError):  # a file or folder from the command line
             _end(f"{error.filename or 'the disk'}: {error.strerror or error}; give another path.", 1)
         _end(

@@ -19,7 +19,7 @@ from tezo.directions.products import evaluating
 from tezo.directions.random import DrawKey
 from tezo.directions.spaces import FixedFactors, SignedDense
 from tezo.directions.targets import ALL_LINEAR, select_targets
-from tezo.optim.base_optimizer import MOST_RANK, check_closure, check_count, check_rate, check_rho
+from tezo.optim.base_optimizer import MOST_RANK, MOST_RATE, check_closure, check_count, check_rate, check_rho
 from tezo.optim.closures import Closure, Losses, RowOutputs
 from tezo.optim.estimators.estimate import MOST_DIRECTIONS, Estimate, Probe, StepDraw, StepRecord, precise
 from tezo.optim.estimators.per_example import PerExample
@@ -213,6 +213,12 @@ class ZerothOrderOptimizer(HookedOptimizer):
     @torch.no_grad()
     def replay(self, record: StepRecord) -> None:
         estimator = self._rule(record.rule).estimator
+        for number in (record.lr, *record.projected_grads):
+            if not abs(number) <= MOST_RATE:  # NaN is not
+                raise RequestError(
+                    f"record of step {record.step} has the number {number:g}, which no step has; put an intact copy of "
+                    "its log in its place, or stop before it."
+                )
         if record.step != self.num_steps or not estimator.accepts(len(record.probes), self.num_directions):
             raise RequestError(
                 f"record is of step {record.step} with {len(record.probes)} directions; the next step is "

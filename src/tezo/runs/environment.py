@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tezo.system.errors import RunError
+from tezo.system.errors import RunError, is_of_memory
 from tezo.tasks.objectives.objective import Encoded
 
 
@@ -60,8 +60,7 @@ def memory_for(what: str, rows: Sequence[Encoded], key: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        kinds = (MemoryError, torch.OutOfMemoryError)
-        if not isinstance(error, kinds) and "can't allocate memory" not in str(error):
+        if not is_of_memory(error):
             raise
         longest = max((encoded.length for encoded in rows), default=0)
         raise RunError(

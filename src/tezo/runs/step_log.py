@@ -135,7 +135,7 @@ def read_log(path: Path) -> LogContents:
         kind, _ = _ENTRY.unpack_from(data, contents.valid)
         try:
             _add(contents, kind, data[contents.valid + _ENTRY.size : end - _CRC.size])
-        except (ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError):
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error, RecursionError):
             break  # a right CRC, but nothing that this version writes in this place
         contents.valid = end
     contents.crc = int(_CRC.unpack_from(data, contents.valid - _CRC.size)[0])

@@ -5,6 +5,7 @@ and exits with `exit_code`: 2 where the same request would fail again, else 1.
 """
 
 import difflib
+import errno
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -113,6 +114,23 @@ class ChangedBaseError(RunError):
 
 class PerturbationWarning(UserWarning):
     """A step's losses were measured where the model is far from itself."""
+
+
+_OF_MEMORY = ("allocate memory", "failed to map segment", "out of memory", "bad_alloc")
+"""Parts of the messages of errors of other kinds that mean that memory is short, in lower case."""
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Returns whether an error, or one that led to it, is that memory is short."""
+    found: BaseException | None = error
+    while found is not None:
+        said = str(found).lower()
+        if isinstance(found, MemoryError) or getattr(found, "errno", None) == errno.ENOMEM:
+            return True
+        if isinstance(found, ImportError | RuntimeError) and any(part in said for part in _OF_MEMORY):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
