@@ -22,7 +22,7 @@ from tezo.training.summary import verdict
 
 SUMMARY = {
     "method": "mezo", "steps": 40, "kept_step": 40, "state_chosen": True, "idle_steps": 0, "stopped": None,
-    "rollbacks": [], "rows": {"train": 1000, "dev": 32},
+    "rollbacks": [], "rows": {"train": 1000, "dev": 32}, "more_steps": "tezo train --output RUN --resume --steps 80",
 }  # fmt: skip
 
 
