@@ -116,21 +116,22 @@ with new_folder(pathlib.Path(sys.argv[1])) as folder:
 
 def test_what_a_killed_replay_left_does_not_stop_the_next_and_a_live_one_does(home, tmp_path):
     train(config(home), tmp_path / "run")
-    out = tmp_path / "out"
-    done = subprocess.run([sys.executable, "-c", KILLED, out / "adapter"], check=False)
+    (tmp_path / "place").mkdir()
+    out, left = tmp_path / "place/out", tmp_path / "place/.out.partial"
+    done = subprocess.run([sys.executable, "-c", KILLED, out], check=False)
     assert done.returncode == -signal.SIGKILL
-    assert [path.name for path in out.iterdir()] == [".adapter.partial"]
+    assert list(out.parent.iterdir()) == [left]
     again = ("replay", tmp_path / "run", "--output", out)
-    with new_folder(out / "adapter"):
-        refused(tezo(*again), "output", "exists already")
-        with pytest.raises(RequestError, match="another process is writing"), new_folder(out / "adapter"):
+    with new_folder(out):
+        refused(tezo(*again), "output", "another process is writing")
+        with pytest.raises(RequestError, match="another process is writing"), new_folder(out):
             pass
-        assert (out / ".adapter.partial").is_dir()
+        assert left.is_dir()
     shutil.rmtree(out)
-    subprocess.run([sys.executable, "-c", KILLED, out / "adapter"], check=False)
+    subprocess.run([sys.executable, "-c", KILLED, out], check=False)
     assert tezo(*again).code == 0
     assert same(result(out), result(tmp_path / "run"))
-    assert [path.name for path in out.iterdir()] == ["adapter"]
+    assert list(out.parent.iterdir()) == [out]
 
 
 @pytest.mark.parametrize(
