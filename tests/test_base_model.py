@@ -257,6 +257,9 @@ def test_another_dtype_in_the_configuration_of_a_base_hides_no_change_of_its_wei
     without_a_layer(base)
     said = "its weights are not those that the run began with"
     refused(tezo("eval", home / "ended"), said)
+    refused(
+        tezo("eval", home / "ended", "--set", "model.dtype=bfloat16"), said
+    )  # where they cannot be compared as cast
     for form in ("lora", "merged", "gguf-lora"):
         refused(tezo("export", home / "ended", "--format", form, "--output", tmp_path / "out"), said)
     refused(tezo("replay", home / "ended", "--output", tmp_path / "out"), said)
