@@ -1,6 +1,5 @@
 """What a forward pass tells of its rows: scores of a few classes at each place where an answer is read."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -83,7 +82,6 @@ class Places:
 class Rows(Protocol):
     """Rows of which a pass tells the outputs; closures of `tezo.closure` and of runs are such."""
 
-    @abstractmethod
     def outputs(self, like: Outputs | None = None) -> Outputs:
         """Returns the outputs of the model as it is.
 
@@ -92,7 +90,6 @@ class Rows(Protocol):
         """
         ...
 
-    @abstractmethod
     def places(self) -> Sequence[Places | None]:
         """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows."""
         ...
@@ -100,7 +97,7 @@ class Rows(Protocol):
     @property
     def stepped(self) -> int | None:
         """How many of the examples, the first ones, are those of the step; None: all."""
-        return None
+        ...
 
 
 LIKELY = 8

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from tezo.directions.outputs import Outputs, Rows
+from tezo.directions.outputs import Outputs, Places
 
 Closure = Callable[[], Tensor | float]
 
@@ -75,20 +75,35 @@ class RowLosses(Losses):
         """
 
 
-class RowOutputs(Rows, Losses):
+class RowOutputs(Losses):
     """Losses whose rows' scores can be read: a loss is the mean over the places of `Outputs`."""
+
+    @property
+    def stepped(self) -> int | None:
+        """How many of the examples, the first ones, are those of the step; None: all."""
+        return None
 
     @property
     def held_out(self) -> "RowOutputs | None":
         """Rows that nothing is fitted to, by which a step may be shortened; None: there are none."""
         return None
 
+    @abstractmethod
+    def outputs(self, like: Outputs | None = None) -> Outputs:
+        """Returns the outputs of the model as it is.
+
+        Args:
+            like: earlier outputs of these rows, whose classes are taken; None: those that are likely now.
+        """
+
+    @abstractmethod
+    def places(self) -> Sequence[Places | None]:
+        """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows."""
+
     def outputs_of(self, copies: int, like: Outputs | None = None) -> list[Outputs]:
         """Returns the outputs of each of `copies` models, more than one only where `most_copies` allows it.
 
-        Args:
-            copies: number of models.
-            like: earlier outputs of these rows, whose classes are taken; None: those that are likely now.
+        `like`: see `outputs`.
         """
         del copies
         return [self.outputs(like)]

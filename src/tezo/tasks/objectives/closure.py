@@ -94,8 +94,7 @@ class BatchClosure(RowLosses, RowOutputs):
         model: the model.
         batches: the parts.
         shared: whether all examples have the same options.
-        stepped: see `tezo.directions.outputs.Rows`.
-        held_out: see `RowOutputs`.
+        stepped, held_out: see `RowOutputs`.
         reduction: "sum": `losses` and `example_losses` are sums of terms, for ranks that add theirs up.
     """
 
