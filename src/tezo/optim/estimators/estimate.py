@@ -27,7 +27,7 @@ outputs of each row, with the scores of many members."""
 
 
 NO_OUTPUTS = (
-    "this method needs the outputs of each row, and the closure tells a loss alone; give one of tezo.closure(model, "
+    "this method needs the outputs of each row, and the closure returns only a loss; give one of tezo.closure(model, "
     "batch), or choose another method."
 )
 
@@ -56,7 +56,7 @@ class RowsClosure(ABC):
 
     @property
     def stepped(self) -> int | None:
-        """Of rows that are looked at: how many of them, the first ones, are those of the step; None: all."""
+        """Of rows for a refresh: how many of them, the first ones, are those of the step; None: all."""
         return None
 
     @property
@@ -88,7 +88,7 @@ class RowsClosure(ABC):
             like: earlier outputs of these rows, whose classes are taken; None: those that are likely now.
 
         Raises:
-            RequestError: these rows tell their loss alone.
+            RequestError: these rows give only a loss.
         """
         del like
         raise RequestError(NO_OUTPUTS)
@@ -102,7 +102,7 @@ class RowsClosure(ABC):
         """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows.
 
         Raises:
-            RequestError: these rows tell their loss alone.
+            RequestError: these rows give only a loss.
         """
         raise RequestError(NO_OUTPUTS)
 
@@ -158,7 +158,7 @@ class StepRecord:
 
     @property
     def is_idle(self) -> bool:
-        """Whether its directions told nothing: all their projected gradients are 0."""
+        """Whether it learnt nothing: the projected gradients of all its directions are 0."""
         return bool(self.probes) and not any(self.projected_grads)
 
 
@@ -204,7 +204,7 @@ class StepDraw:
         lr: learning rate of the step.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
         predictions: of what they should do to the scores of the first rows; None: it is not known.
-        idle: number of earlier steps whose directions told nothing.
+        idle: number of earlier steps that learnt nothing.
     """
 
     step: int
@@ -275,7 +275,7 @@ def average(
 ) -> Estimate:
     """Returns the estimate that averages kappa Z over all directions of a step."""
     kappas = [probe.projected_grad for probe in probes]
-    gradients = {name: ParameterEstimate(own, kappas, draw.count) for name, own in draw.directions.items()}
+    gradients = {name: ParameterEstimate(drawn, kappas, draw.count) for name, drawn in draw.directions.items()}
     return Estimate(loss, gradients, passes, probes, metrics or {})
 
 
