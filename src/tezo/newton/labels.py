@@ -1,8 +1,8 @@
 """Regressions from inputs of layers to the errors of labels, and the meaning of the columns along them.
 
 A pass over P places, rows with options, gives the errors e_p of the outputs there (right minus given) and the inputs
-x_p of some layers. A change U diag(c) V^T of a weight can mend the errors only as far as V^T x_p distinguishes them. For
-each layer ridge regression from its inputs to the errors,
+x_p of some layers. A change U diag(c) V^T of a weight can mend the errors only as far as V^T x_p distinguishes them.
+For each layer, ridge regression from its inputs to the errors,
 
     W = X^T (X X^T + lambda I)^-1 E,
 
