@@ -148,13 +148,13 @@ def test_a_look_that_sees_what_is_wrong_mends_it_with_few_directions():
         optimizer = gauss_newton(model, num_directions=6, rank=6, basis=basis, rho=0.02, targets=("all",))
         optimizer.set_rows(lambda *_, other=other: other)
         optimizer.step(step)
-        assert len(optimizer.last_step.probes) == (2 if basis == "errors" else 6)  # a bias, and what is foretold
+        assert len(optimizer.last_step.probes) == (2 if basis == "errors" else 6)  # a bias, and the predictions
         ends[basis] = unseen.outputs().loss()
         optimizer.close()
     assert ends["errors"] < 0.45 < 0.6 < ends["gaussian"]
 
 
-def test_what_is_foretold_without_a_row_is_what_the_regression_of_the_others_says():
+def test_the_prediction_without_a_row_is_that_of_the_regression_of_the_others():
     x, e = noise(30, 12, seed=40), noise(30, 3, seed=41)
     x, e = x - x.mean(0), e + x @ noise(12, 3, seed=42)
     e = e - e.mean(0)

@@ -24,10 +24,10 @@ from tezo.optim.measured_scale import (
     MOST_ROUNDING,
     SCALES,
     ScaleError,
-    foretold,
     in_words,
     measure_scale,
     most_passes,
+    predicted_scale,
 )
 from tezo.system.errors import NonFiniteLossError, PerturbationWarning
 from tezo.training import choices as resolution
@@ -199,7 +199,7 @@ def test_where_no_scale_does_both_the_least_bad_one_is_taken_and_a_dtype_named()
 @pytest.mark.parametrize("lost", [0.0, 0.1])
 def test_the_next_scale_is_between_those_tried_though_rounding_hides_the_curvature_of_one(lost):
     def scale(*tried: ScaleError) -> float | None:
-        found = foretold(tried)
+        found = predicted_scale(tried)
         return None if found is None else found.rho
 
     tried = [ScaleError(3e-3, 2.4, 0.067, 3.0), ScaleError(3e-4, lost, 0.67, 0.1)]
@@ -210,7 +210,7 @@ def test_the_next_scale_is_between_those_tried_though_rounding_hides_the_curvatu
     assert scale(ScaleError(1e-2, 0.4, 0.033)) == scale(ScaleError(1e-2, 0.9, 0.033)) == 3e-3
     assert scale(ScaleError(1e-1, 50.0), ScaleError(1e-2, 0.3)) == 3e-3, "by the trial where the model is not destroyed"
     assert scale(ScaleError(1e-2, math.inf), ScaleError(1e-3, lost / 100, 0.5)) == 3e-3, "below where it is"
-    found = foretold([ScaleError(1e-2, 0.4, 0.001)])
+    found = predicted_scale([ScaleError(1e-2, 0.4, 0.001)])
     assert (found.curvature, found.rounding) == pytest.approx((0.04, 0.01))
 
 

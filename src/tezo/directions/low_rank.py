@@ -38,7 +38,7 @@ exactly as printed. If the entries of the raw Z have standard deviation s, then 
 
 @dataclass(frozen=True)
 class Interval:
-    """What the directions of a matrix have in common from one refresh to the next.
+    """The fixed part of the directions of a matrix, from one refresh to the next.
 
     Attributes:
         key: (seed, refresh step).

@@ -1,8 +1,7 @@
-"""What a forward pass tells of its rows: scores of a few classes at each place where an answer is read."""
+"""The outputs of rows: scores of a few classes at each place where an answer is read, and where these places are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,21 +42,21 @@ class Outputs:
 def joined(parts: Sequence[Outputs]) -> Outputs:
     """Returns the outputs of all parts, in order; places with fewer classes than others get -inf for the rest."""
     most = max(part.scores_TC.shape[1] for part in parts)
-    scores = [functional.pad(own.scores_TC, (0, most - own.scores_TC.shape[1]), value=-torch.inf) for own in parts]
-    tokens = [own.tokens_TC for own in parts if own.tokens_TC is not None]
+    scores = [functional.pad(part.scores_TC, (0, most - part.scores_TC.shape[1]), value=-torch.inf) for part in parts]
+    tokens = [part.tokens_TC for part in parts if part.tokens_TC is not None]
     return Outputs(
         torch.cat(scores),
-        torch.cat([own.labels_T for own in parts]),
-        torch.cat([own.example_T for own in parts]),
+        torch.cat([part.labels_T for part in parts]),
+        torch.cat([part.example_T for part in parts]),
         torch.cat(tokens) if tokens else None,
-        all(own.shared for own in parts),
+        all(part.shared for part in parts),
     )
 
 
-def change(moved: Outputs, own: Outputs) -> Tensor:
+def change(moved: Outputs, at: Outputs) -> Tensor:
     """Returns the change of the scores, (T, C) in float64 on the CPU; 0 where a place has no such class."""
-    difference = (moved.scores_TC.double() - own.scores_TC.double()).cpu()
-    return torch.where(own.scores_TC.cpu().isinf(), 0.0, difference)
+    difference = (moved.scores_TC.double() - at.scores_TC.double()).cpu()
+    return torch.where(at.scores_TC.cpu().isinf(), 0.0, difference)
 
 
 @dataclass(frozen=True)
@@ -77,27 +76,6 @@ class Places:
     stop_P: Tensor
     place_P: Tensor
     example_R: Tensor
-
-
-class Rows(Protocol):
-    """Rows of which a pass tells the outputs; closures of `tezo.closure` and of runs are such."""
-
-    def outputs(self, like: Outputs | None = None) -> Outputs:
-        """Returns the outputs of the model as it is.
-
-        Args:
-            like: earlier outputs of these rows, whose classes are taken; None: those that are likely now.
-        """
-        ...
-
-    def places(self) -> Sequence[Places | None]:
-        """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows."""
-        ...
-
-    @property
-    def stepped(self) -> int | None:
-        """How many of the examples, the first ones, are those of the step; None: all."""
-        ...
 
 
 LIKELY = 8

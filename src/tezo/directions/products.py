@@ -119,8 +119,8 @@ def _measure(dtype: torch.dtype) -> float:
             seconds[product].append(time.perf_counter() - begun)
     finally:
         torch.set_num_threads(threads)
-    own, cast = (min(seconds[product]) for product in products)
-    return own / cast
+    plain, cast = (min(seconds[product]) for product in products)
+    return plain / cast
 
 
 def float32_on_emulating_cpu(model: nn.Module) -> AbstractContextManager[object]:

@@ -174,11 +174,11 @@ def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> 
     flat = out.view(-1) if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
     whole, table = _LOOKED_UP_AS[flat.dtype], _table(flat.dtype).expand(_LANES, -1)
     for start in range(0, len(flat), _AT_A_TIME):
-        part, own = flat[start : start + _AT_A_TIME], indices[start // GROUP : (start + _AT_A_TIME) // GROUP]
-        own = own.view(_LANES, -1)
-        places = scratch("places", tuple(own.shape), torch.int64, out.device).copy_(own)
-        fits = len(part) == GROUP * own.numel() and part.data_ptr() % whole.itemsize == 0
-        numbers = part if fits else scratch("groups", (GROUP * own.numel(),), part.dtype, out.device)
+        part, group = flat[start : start + _AT_A_TIME], indices[start // GROUP : (start + _AT_A_TIME) // GROUP]
+        group = group.view(_LANES, -1)
+        places = scratch("places", tuple(group.shape), torch.int64, out.device).copy_(group)
+        fits = len(part) == GROUP * group.numel() and part.data_ptr() % whole.itemsize == 0
+        numbers = part if fits else scratch("groups", (GROUP * group.numel(),), part.dtype, out.device)
         torch.gather(table, 1, places, out=numbers.view(whole).view(places.shape))
         if not fits:
             part.copy_(numbers[: len(part)])

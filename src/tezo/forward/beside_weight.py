@@ -169,18 +169,18 @@ class InForward(PerturbedParameter):
         self.was_called |= bool(self.shifts)
         if not self._moved:
             return [None]
-        own: list[FixedFactors] = []
+        points: list[FixedFactors] = []
         if self.change is not None and self.shifts:
             drawn = {id(shift.direction): shift for shift in self.shifts}
-            points = {key: draw_of(shift.direction).points(shift.examples) for key, shift in drawn.items()}
+            moved = {key: draw_of(shift.direction).points(shift.examples) for key, shift in drawn.items()}
             origin, every = self.change.coefficient if self._changed else None, slice(None)
-            stacks = [points[id(shift.direction)](shift.scale, every, origin) for shift in self.shifts]
-            own = [self.change.with_coefficient(coefficient) for stack in stacks for coefficient in stack]
+            stacks = [moved[id(shift.direction)](shift.scale, every, origin) for shift in self.shifts]
+            points = [self.change.with_coefficient(coefficient) for stack in stacks for coefficient in stack]
         elif self.change is not None and self._changed:
-            own = [self.change]
+            points = [self.change]
         frozen = [] if self.frozen is None else [self.frozen.factors()]
         dtype = self.target.state_dtype
-        return [join([*frozen, point.factors()], dtype) for point in own] or [join(frozen, dtype)]
+        return [join([*frozen, point.factors()], dtype) for point in points] or [join(frozen, dtype)]
 
     def fold(self) -> None:
         # W += F + D, then F = D = 0, in one pass over the stored tensor

@@ -105,13 +105,13 @@ def block_points(change: FixedFactors, moved: bool, shifts: Sequence[Shift], dty
 
 
 def _shared(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift], *, apart: bool) -> Iterator[Points]:
-    groups, start = [list(own) for _, own in groupby(shifts, key=_draw_key)], 0
+    groups, start = [list(group) for _, group in groupby(shifts, key=_draw_key)], 0
     if len(groups) > 1 and len(shifts) * change.coefficient.numel() <= STACK:  # one product for all
         yield None, _stacked(change, origin, shifts, apart=apart)
         return
-    for own in groups:
-        blocks, start = slice(start, start + len(own)) if len(groups) > 1 else None, start + len(own)
-        z, scales = draw_of(own[0].direction).of(own[0].examples[0]), [shift.scale for shift in own]
+    for group in groups:
+        blocks, start = slice(start, start + len(group)) if len(groups) > 1 else None, start + len(group)
+        z, scales = draw_of(group[0].direction).of(group[0].examples[0]), [shift.scale for shift in group]
         if origin is None:
             yield blocks, change.with_coefficient(z).scaled(scales)
         elif apart:

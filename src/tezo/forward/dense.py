@@ -143,13 +143,13 @@ class DenseInForward(PerturbedParameter):
 
     def _noise_tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields (rows, blocks, Z_g[rows]), the same for all these blocks."""
-        own, drawn = [id(shift.direction) for shift in self.shifts], list(self._directions)
+        keys, drawn = [id(shift.direction) for shift in self.shifts], list(self._directions)
         self.was_called = True
         for parts, rows, z_DRN in self._groups(len(drawn)):
             for part in parts:
                 for z, direction in zip(z_DRN, self._directions.values(), strict=True):
                     direction.fill_(z[part.start - rows.start : part.stop - rows.start], part)
-            for key, run in itertools.groupby(range(len(own)), own.__getitem__):
+            for key, run in itertools.groupby(range(len(keys)), keys.__getitem__):
                 first, *others = run
                 yield rows, slice(first, first + 1 + len(others)), z_DRN[drawn.index(key)]
 

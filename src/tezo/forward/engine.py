@@ -1,7 +1,7 @@
 """The interface of engines: forward passes of a model whose weights another program holds.
 
-An engine is given texts, places in them, and changes of the weights as low-rank factors. It tells log-probabilities of
-tokens at the places. It knows nothing of directions, losses or methods, and these know nothing of it.
+An engine is given texts, places in them, and changes of the weights as low-rank factors. It returns log-probabilities
+of tokens at the places. It knows nothing of directions, losses or methods, and these know nothing of it.
 """
 
 from abc import ABC, abstractmethod
@@ -20,12 +20,12 @@ Change = Mapping[str, tuple[Tensor, Tensor]]
 of an empty mapping, compute with the stored weights."""
 
 NOTHING = -1
-"""In the place of a token that is not asked for."""
+"""The mark of a token that is not asked for."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of an engine: the next token at P places of texts, and C tokens of interest at each.
+    """A request to an engine: the next token at P places of texts, and C tokens of interest at each.
 
     Attributes:
         texts: token ids of each text, which ends at the last place in it. No text is the beginning of another, and no
@@ -45,7 +45,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Told:
-    """What an engine tells of a model at the places that it was asked for.
+    """The answer of an engine for one model, at the places of a request.
 
     Attributes:
         log_probs_PC: float32, log-probabilities of the tokens that were asked for; 0 in the place of `NOTHING`.
@@ -58,7 +58,7 @@ class Told:
     likely_log_probs_PL: Tensor
 
     def at(self, order_P: Tensor) -> "Told":
-        """Returns what was told of these places."""
+        """Returns the answer at these places."""
         return Told(self.log_probs_PC[order_P], self.likely_PL[order_P], self.likely_log_probs_PL[order_P])
 
 
@@ -100,7 +100,7 @@ class EngineLostError(RequestError):
 
 
 def told_by(logits_PV: Tensor, tokens_PC: Tensor, likely: int) -> Told:
-    """Returns what logits over a vocabulary, float32, tell of these tokens and of the `likely` likeliest."""
+    """Returns the answer by logits over a vocabulary, float32: these tokens, and the `likely` likeliest."""
     normal_P1 = logits_PV.logsumexp(1, keepdim=True)
     log_probs_PC = logits_PV.gather(1, tokens_PC.clamp_min(0)) - normal_P1
     values_PL, likely_PL = logits_PV.topk(likely)
@@ -108,7 +108,7 @@ def told_by(logits_PV: Tensor, tokens_PC: Tensor, likely: int) -> Told:
 
 
 def joined(parts: Sequence[Told]) -> Told:
-    """Returns what was told of all places, in order."""
+    """Returns the answer at all places, in order."""
     return Told(
         torch.cat([part.log_probs_PC for part in parts]),
         torch.cat([part.likely_PL for part in parts]),
@@ -157,7 +157,7 @@ class Engine(ABC):
         """Returns the inputs of the output head at the last token of each text, (texts, D) in float32.
 
         Raises:
-            RequestError: the engine does not tell them.
+            RequestError: the engine does not return them.
         """
         del change, texts
         raise RequestError(f"the input of the output head cannot be read from {self.name}.")
@@ -175,7 +175,7 @@ class Engine(ABC):
     def save_beside(self, rank: int, change: Change, folder: Path) -> str | None:
         """Writes a trained change of rank R into the folder of an adapter; returns the name of the file.
 
-        None: there is no form of the engine's own.
+        None: the engine has no such form.
         """
         del rank, change, folder
         return None
@@ -194,8 +194,8 @@ def changes_of(model: nn.Module, count: int) -> list[dict[str, tuple[Tensor, Ten
             raise RequestError(
                 "method.directions is per-example, which is not computed by an engine; set method.directions=shared."
             )
-        for own, pair in zip(found, blocks * count if len(blocks) == 1 else blocks, strict=True):
+        for changes, pair in zip(found, blocks * count if len(blocks) == 1 else blocks, strict=True):
             if pair is not None:
                 left_MK, right_NK = (factor.detach().float().cpu() for factor in pair)
-                own[tuned.target.sites[0].name] = right_NK.T.contiguous(), left_MK.contiguous()
+                changes[tuned.target.sites[0].name] = right_NK.T.contiguous(), left_MK.contiguous()
     return found

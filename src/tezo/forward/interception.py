@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class Uncopied:
-    """What neither copy nor pickle takes along: a copy of a model would share the hooks of the original."""
+    """Objects that copy and pickle refuse: a copy of a model would share the hooks of the original."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         del protocol
@@ -97,7 +97,7 @@ class Interception(TorchFunctionMode):
 
 
 _STORAGE = tuple(getattr(torch.Tensor, name).__get__ for name in ("data", "grad"))
-"""What this library reads and writes weights by, between evaluations."""
+"""Attributes by which this library reads and writes weights between evaluations."""
 
 
 class DirectReads(TorchFunctionMode):

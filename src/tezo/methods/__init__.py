@@ -70,8 +70,8 @@ class Method(Generic[T]):
         exports_adapter: whether a run on linear layers results in an exact LoRA adapter.
         needs: what it takes of the model.
         chosen: options that a run chooses for itself unless they are given; the others have their defaults.
-        takes_rows: whether its closures must tell the rows apart, by their losses or outputs, not one loss alone.
-        takes_outputs: whether they must tell the outputs of each row.
+        takes_rows: whether its closures must give a loss or outputs for each row, not one loss.
+        takes_outputs: whether they must give the outputs of each row.
         guarded: whether a run returns to its best state when the loss has risen, unless `train.guard` says otherwise.
         batch_size: default of `train.batch_size`.
         least_rows: its least value.
@@ -118,9 +118,9 @@ class Method(Generic[T]):
 ES = "es"
 """Compares the scores of a population."""
 GAUSS_NEWTON = "gauss-newton"
-"""Keeps the outputs of each row; its steps are rounds."""
+"""Keeps the outputs of each row."""
 HEAD_FEEDBACK = "head-feedback"
-"""The default method of Trainers and loops of one's own, and of runs where `GAUSS_NEWTON` does not suit."""
+"""The default method of Trainers and of user loops, and of runs where `GAUSS_NEWTON` does not suit."""
 
 METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
     method.name: method

@@ -29,28 +29,28 @@ def gauss_newton(
 ) -> ZerothOrderOptimizer:
     """Gauss-Newton in a small subspace: the outputs of each row along a step's directions, and no rate. Ours.
 
-        Z_j = U diag(tau_j) V^T,   U (M x r), V (N x r) and tau_j from a look,   j = 1, ..., K,
+        Z_j = U diag(tau_j) V^T,   U (M x r), V (N x r) and tau_j from a refresh,   j = 1, ..., K,
         F_j = (z(W + rho Z_j) - z(W)) / rho,   z the scores of the classes of each row,
         a = argmin  sum of the losses of z(W) + F a, plus lambda |a|^2,
         c <- c + lr sum_j a_j tau_j,   W = W_0 + U diag(c) V^T.
 
-    A step is a round, of K + 2 or K + 3 passes over a batch that should be large (`tezo train` takes 128 rows). A look
-    proposes the directions. On labelled rows, up to 1,024, those of the step among them, it finds the inputs of the
-    later layers that foretell what the outputs are wrong by, and the outputs of these layers that mend it
-    (`tezo.newton.look`): 3 directions for two labels, of which the first `num_directions` are taken. Of
-    free text it fits the last layer through the output head, by a regression on what it has recorded of other rows
-    than the step's, and K is 1 (`tezo.newton.text`). Rows with options of their own need the basis
-    `gaussian`, whose tau_j are drawn; K is `num_directions` then. The step is the minimum of a convex model of the
-    loss, shortened where the real loss is not what the model says, or the loss of dev rows is lower before its end
-    (`tezo.newton.step`). `lr` is the part of it that is taken. A run without dev rows looks at other
-    labelled rows than its steps have.
+    A step takes K + 2 or K + 3 passes over a batch that should be large (`tezo train` takes 128 rows), and before it a
+    refresh proposes the directions. On up to 1,024 labelled rows, those of the step among them, the refresh finds the
+    inputs of later layers that predict the errors of the outputs, and the outputs of these layers that mend them
+    (`tezo.newton.look`): 3 directions for two labels, of which the first `num_directions` are taken. Free text has one
+    direction: a regression through the output head fits the last layer to other rows than those of the step
+    (`tezo.newton.text`). Rows with options of their own need the basis `gaussian`, whose tau_j are drawn; K is
+    `num_directions` then. The step is the minimum of a convex model of the loss. It is shortened where the real loss is
+    not that of the model, or where the loss of dev rows is lower before its end (`tezo.newton.step`). `lr` is the part
+    of it that is taken. A run without dev rows has other labelled rows for refreshes than for steps.
 
-    The closure must be of `tezo.closure`, or another `tezo.optim.closures.RowOutputs`. Without `optimizer.set_rows` a
-    look has the rows of its step alone.
+    The closure must be one of `tezo.closure`, or another `tezo.optim.closures.RowOutputs`. Without `optimizer.set_rows`
+    a refresh has only the rows of its step.
 
     U and V are new every `lazy_update_interval` steps; the change so far is then stored beside W_0 with rank
     `frozen_rank` at most, so that the result is an exact LoRA adapter. rho is about the change of scores along a
-    direction; of free text the part of what was fitted; with drawn ones the part of their outputs by which layers move.
+    direction; of free text a part of the fitted change; of drawn directions the part of their outputs by which layers
+    move.
 
     It is ours; the parts are of the derivative-free Gauss-Newton methods DFO-GN and DFBGN (Cartis and Roberts 2019,
     2023), of the kernel view of fine-tuning (Malladi et al. 2023), and of low-rank directions from activations (AGZO,

@@ -1,8 +1,8 @@
 """Regressions from inputs of layers to the errors of labels, and the meaning of the columns along them.
 
 A pass over P places, rows with options, gives the errors e_p of the outputs there (right minus given) and the inputs
-x_p of some layers. A change U diag(c) V^T of a weight can mend the errors only as far as V^T x_p tells them apart. For
-each layer ridge regression from its inputs to the errors,
+x_p of some layers. A change U diag(c) V^T of a weight can mend the errors only as far as V^T x_p distinguishes them.
+For each layer, ridge regression from its inputs to the errors,
 
     W = X^T (X X^T + lambda I)^-1 E,
 
@@ -12,7 +12,7 @@ regressed apart. The prediction for a place by the regression without it is know
     f_p = e_p - alpha_p / K_pp,   K = (X X^T + lambda I)^-1,   alpha = K E.
 
 Its correlation with the errors, the signal, chooses lambda for each layer, and is the layer's weight among all of them.
-All layers predict much the same, each with noise of its own, so that their sum is better than any. B (C, R) are the
+All layers predict much the same, each with other noise, so that their sum is better than any. B (C, R) are the
 leading right singular vectors of that sum.
 
 Directions are proposed along the columns of the factors: each contrast of biases, the predictions by inputs at the

@@ -1,4 +1,4 @@
-"""A look: what a refresh of gauss-newton finds out about the model on training rows, and how it is taken.
+"""A look: the directions that a refresh of gauss-newton finds on training rows, and how it finds them.
 
 Layers that may be changed are later ones of the model, whose outputs are of the size of the last one's, so that they
 may write to the same residual stream. The first look at labelled rows measures the output side, on fewer rows: a second
@@ -17,7 +17,7 @@ inputs, V^T x about 1, by which labels get a bias. So columns mean the same in a
 proposed. The change that a column predicts for each row of the step, by regressions with and without that row, is kept
 beside it: a direction promises more of these rows than it does for others.
 
-Free text has a regression of its own (`text`), and one direction: all that it found.
+Free text has another regression (`text`), and one direction: all that it found.
 """
 
 import math
@@ -63,7 +63,7 @@ _SIGNALS, _NO_SIGNAL = "signal of each target", -2.0
 
 @dataclass(frozen=True)
 class ColumnPredictions:
-    """What the columns of the factors should do to the scores of the E rows of a step.
+    """The changes that the columns of the factors should make to the scores of the E rows of a step.
 
     Attributes:
         changes_2ER: change along the classes of each column, predicted by regressions with the row, and without it.
@@ -84,7 +84,7 @@ class Look(Factors):
         signals: parameter name -> correlation of what its inputs predict with the errors of places that the regression
             has not had; of layers that were regressed.
         class_vectors: of labelled rows; None: the rows are free text.
-        columns: what columns predict of the rows of the step; None: it is not known.
+        columns: predictions for the rows of the step; None: they are not known.
     """
 
     signals: Mapping[str, float] = field(default_factory=dict)
@@ -95,7 +95,9 @@ class Look(Factors):
         if self.columns is None or self.proposals is None:
             return None
         along_CRJ = self.columns.classes_CR.unsqueeze(-1) * self.proposals.T
-        fitted, without = (torch.tensordot(own_ER, along_CRJ, ([1], [1])) for own_ER in self.columns.changes_2ER)
+        fitted, without = (
+            torch.tensordot(changes_ER, along_CRJ, ([1], [1])) for changes_ER in self.columns.changes_2ER
+        )
         return Predictions(fitted, without)
 
     def metrics(self) -> dict[str, Any]:
@@ -162,7 +164,7 @@ class ErrorBasis(DataBasis[Look]):
     def compute(self, refresh_step: int, source: Source) -> Look:
         if source.rows is None:
             raise RequestError(
-                "method.basis: this basis is computed from the outputs of rows, and the closure tells a loss alone; "
+                "method.basis: this basis is computed from the outputs of rows, and the closure returns only a loss; "
                 "give one of tezo.closure(model, batch), or rows by optimizer.set_rows."
             )
         vectors = self._measured_before(refresh_step)
@@ -188,7 +190,7 @@ class ErrorBasis(DataBasis[Look]):
         """Returns a look that measures the output side too, after so many calls of the model."""
         if not self._targets:
             raise RequestError(
-                "method.basis: none of the tuned parameters is the weight of a linear layer, whose inputs foretell "
+                "method.basis: none of the tuned parameters is the weight of a linear layer, whose inputs predict "
                 "errors; choose others with method.targets, or set method.basis=gaussian."
             )
         model = source.model
@@ -208,8 +210,8 @@ class ErrorBasis(DataBasis[Look]):
             return self._of_text(source, rows, tried[-1], (text, outputs), passes + 2 * len(places))
         if not outputs.shared:
             raise RequestError(
-                "method.basis: these rows have options of their own, and what foretells errors is regressed on labels "
-                "or tokens; set method.name=head-feedback, or method.basis=gaussian."
+                "method.basis: these rows have options of their own, and errors are predicted for labels or tokens; "
+                "set method.name=head-feedback, or method.basis=gaussian."
             )
         last = tried[[t.name for t in tried].index([*recorded.inputs][-1])]
         added = AddedVectors(model, rows, places, outputs, refresh_step)
@@ -231,7 +233,7 @@ class ErrorBasis(DataBasis[Look]):
     def _of_text(
         self, source: Source, rows: RowOutputs, target: Target, found: tuple[TextRecord, Outputs], passes: int
     ) -> Look:
-        v = {own.name: torch.zeros(input_size(own), self._ranks[own.name]).double() for own in self._targets}
+        v = {each.name: torch.zeros(input_size(each), self._ranks[each.name]).double() for each in self._targets}
         u_MR, v[target.name] = fit_text(source.model, target, rows, *found, self._ranks[target.name])
         whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
         return Look(inputs=v, outputs={target.name: u_MR}, proposals=whole_1R, passes=passes)
@@ -270,9 +272,9 @@ def look_at_labels(
     """
     outputs, error_TC = rows.outputs, errors(rows.outputs)
     classes, inputs = error_TC.shape[1], {name: rows.recorded.inputs[name] for name in vectors.layers}
-    distinct = {id(own): own for own in inputs.values()}  # layers share inputs
-    regressions = {key: regress(own.parts(), error_TC[own.places()]) for key, own in distinct.items()}
-    found = {name: regressions[id(own)] for name, own in inputs.items()}
+    distinct = {id(each): each for each in inputs.values()}  # layers share inputs
+    regressions = {key: regress(each.parts(), error_TC[each.places()]) for key, each in distinct.items()}
+    found = {name: regressions[id(each)] for name, each in inputs.items()}
     every = [part for parts in found.values() for part in parts]
     last, most = vectors.layers[-1], max(ranks.values())
     layout = Layout.of(

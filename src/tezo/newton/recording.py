@@ -60,7 +60,7 @@ class Inputs:
 
     def parts(self) -> list[Tensor]:
         """Returns the inputs at the place and the means, (P, I) each, as far as there are any."""
-        return [torch.cat(own) for own in (self.at, self.mean) if own]
+        return [torch.cat(kept) for kept in (self.at, self.mean) if kept]
 
     def average(self) -> Tensor:
         """Returns the mean over all places of the inputs there, or else of their means, (I,) in float64."""
@@ -75,18 +75,20 @@ class PassPlaces:
     """
 
     def __init__(self, places: Sequence[Places | None], most: int | None = None) -> None:
-        total = sum(len(own.place_P) for own in places if own is not None)
+        total = sum(len(each.place_P) for each in places if each is not None)
         self._stride = 1 if most is None else max(1, -(-total // most))
         self._passes = iter(places)
         self.now: Places | None = None
 
     def enter(self, *_: object) -> None:
         """Called before each pass of the model."""
-        own = next(self._passes, None)
-        if own is not None:
-            kept = own.place_P % self._stride == 0
-            own = Places(own.row_P[kept], own.position_P[kept], own.stop_P[kept], own.place_P[kept], own.example_R)
-        self.now = own if own is not None and len(own.place_P) else None
+        places = next(self._passes, None)
+        if places is not None:
+            kept = places.place_P % self._stride == 0
+            places = Places(
+                places.row_P[kept], places.position_P[kept], places.stop_P[kept], places.place_P[kept], places.example_R
+            )
+        self.now = places if places is not None and len(places.place_P) else None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""What the last layer should add for texts to be foretold better: a regression through the output head.
+"""Free text: a regression through the output head finds the change of the last layer that makes the rows likelier.
 
 A pass over P tokens of answers gives the inputs x_p of the last layer, the inputs h_p of the output head, and how
 likely C tokens are there: the right ones, and those that are likely somewhere. A second pass adds noise n_p to the
-outputs of the layer, and the change d_p of h says how much of each output arrives at each place:
+outputs of the layer, and the change d_p of h shows how much of each output arrives at each place:
 
     g_m = sum_p d_pm n_pm / sum_p n_pm^2,   s_p = sum_m d_pm g_m n_pm / sum_m (g_m n_pm)^2,
 
@@ -44,7 +44,7 @@ MOST_CLASSES, OTHERS = 4096, 512
 HEAD_BYTES = 1 << 27
 """Bytes of scores that are computed at a time to read the rows of the head."""
 HELD_OUT = 4
-"""One of so many examples says when to end."""
+"""One of so many examples is held out, to end by."""
 EPOCHS, PATIENCE, AT_ONCE = 40, 3, 128
 """Most passes over the tokens, those without a gain, and tokens of a step."""
 RATE = 4e-3
@@ -158,7 +158,7 @@ def fit_text(
         gains = arrives(torch.cat(moved.h) - torch.cat(before.h), torch.cat(moved.noise))
     if head is None or gains is None:
         raise RequestError(
-            f"method.basis: what {target.name}, the last layer that is tuned, puts out is not added to the input of an "
+            f"method.basis: the output of {target.name}, the last layer that is tuned, is not added to the input of an "
             "output head, which free text needs; choose others with method.targets, or set method.name=head-feedback."
         )
     assert outputs.tokens_TC is not None
@@ -203,7 +203,7 @@ def tokens_of(tokens_PK: Tensor) -> Tensor:
 def head_rows(head: nn.Module, tokens_C: Tensor, size: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns rows of the head for these tokens (C, D), their bias (C,), and rows for some of the others (S, D).
 
-    They are what the head says of unit vectors of size D, in the type of `like`; float32, on the CPU.
+    They are the scores of unit vectors of size D, in the type of `like`; float32, on the CPU.
     """
     eye_DD = torch.eye(size, dtype=like.dtype, device=like.device)
     bias_V = head(torch.zeros_like(eye_DD[:1]))[0]
@@ -215,7 +215,7 @@ def head_rows(head: nn.Module, tokens_C: Tensor, size: int, like: Tensor) -> tup
 
 
 class Text:
-    """Tokens of answers, and what the head says there as a function of U and V.
+    """Tokens of answers, and the scores of the head there as a function of U and V.
 
     Args:
         x_PI: inputs of the layer, float32.

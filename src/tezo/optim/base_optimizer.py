@@ -85,7 +85,7 @@ class BaseOptimizer(ABC):
         per_example: whether each example of a batch has directions of its own.
         num_steps: number of steps taken.
         num_forward_passes: number of closure evaluations in all steps.
-        num_idle_steps: number of steps whose directions told nothing; see `StepRecord.is_idle`.
+        num_idle_steps: number of steps that learnt nothing; see `StepRecord.is_idle`.
         last_step: record of the last step; None before the first.
         plan: function of a step -> (the rule that it follows where none is given, factor of its learning rate); None:
             every step follows the first rule.
@@ -245,7 +245,7 @@ class BaseOptimizer(ABC):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What the last step, and the last refresh of its basis, measured beside losses: JSON."""
+        """Measurements of the last step and the last refresh beside losses: JSON."""
         return {}
 
     @property

@@ -279,8 +279,8 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
         """Returns `tuned_tensors`, Adam's state as "update/NAME/KEY" and float32 copies under the key "copy"."""
         tensors = self.tuned_tensors()
         for weight in self._weights:
-            own = {**self.state[weight.stepped], **({_COPY: weight.stepped.data} if weight.has_copy else {})}
-            tensors |= {f"update/{weight.target.name}/{key}": value for key, value in own.items()}
+            found = {**self.state[weight.stepped], **({_COPY: weight.stepped.data} if weight.has_copy else {})}
+            tensors |= {f"update/{weight.target.name}/{key}": value for key, value in found.items()}
         return tensors
 
     @torch.no_grad()
@@ -291,12 +291,12 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
         self.load_tuned_state(state, len(records))
         for weight in self._weights:
             start, stepped = f"update/{weight.target.name}/", weight.stepped
-            own = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
-            saved = own.pop(_COPY, None)
+            found = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+            saved = found.pop(_COPY, None)
             if saved is not None and weight.has_copy:
                 stepped.copy_(saved)
             self.state[stepped] = {
-                k: v.clone() if k == "step" else v.to(stepped.device, stepped.dtype).clone() for k, v in own.items()
+                k: v.clone() if k == "step" else v.to(stepped.device, stepped.dtype).clone() for k, v in found.items()
             }
         self.count_again(records)
 

@@ -158,18 +158,19 @@ class HookedOptimizer(BaseOptimizer, torch.optim.Optimizer, ABC):  # type: ignor
         self.num_forward_passes = state_dict["num_forward_passes"]
         self.num_idle_steps = state_dict["num_idle_steps"]
         self.counts |= state_dict["counts"]
-        self._restore(State.from_tensors(state_dict["tensors"], self.rules), self.num_steps, moments=True)
+        self._restore(State.from_tensors(state_dict["tensors"], self.rules), self.num_steps)
 
     @property
     def _description(self) -> str:
         return f"{type(self.update).__name__} over {type(self.perturbation).__name__}"
 
     def load_tuned_state(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
-        self._restore(State.from_tensors(tuned, ()), num_steps, moments=False)
+        self._restore_parameters(State.from_tensors(tuned, ()), num_steps)
 
     def roll_back(self, tuned: Mapping[str, Tensor], num_steps: int) -> None:
+        self.load_tuned_state(tuned, num_steps)
         self.drop_moments()
-        self._restore(State.from_tensors(tuned, self.rules), num_steps, moments=True)
+        self._resume()
 
     def load_resumable_state(
         self, state: Mapping[str, Tensor], records: Sequence[StepRecord], moments_since: int = 0
@@ -181,22 +182,27 @@ class HookedOptimizer(BaseOptimizer, torch.optim.Optimizer, ABC):  # type: ignor
                 if rule.restarts and name != record.rule:
                     self.counts[name] = 0
             self.counts[record.rule] += 1
-        self._restore(State.from_tensors(state, self.rules), self.num_steps, moments=True)
+        self._restore(State.from_tensors(state, self.rules), self.num_steps)
 
     def drop_moments(self) -> None:
         """Drops the moments of all rules."""
         self.counts = dict.fromkeys(self.rules, 0)
         self.moments: dict[str, dict[str, Moments]] = {rule: {} for rule in self.rules}
 
-    def _restore(self, state: State, num_steps: int, *, moments: bool) -> None:
-        """Puts back what a state has, saved after so many steps; moments only if they are wanted."""
+    def _restore(self, state: State, num_steps: int) -> None:
+        """Puts a state back that was saved after so many steps."""
+        self._restore_parameters(state, num_steps)
+        self.moments = state.moments_on(self.parameters)
+        self._resume()
+
+    def _resume(self) -> None:
+        for name, rule in self._rules.items():
+            rule.estimator.resume(list(self.moments[name]))
+
+    def _restore_parameters(self, state: State, num_steps: int) -> None:
         if self.parameters.closed:
             raise RequestError(CLOSED)
         self._refreshed = None
-        if moments:
-            self.moments = state.moments_on(self.parameters)
-            for name, rule in self._rules.items():
-                rule.estimator.resume(list(self.moments[name]))
 
         def origin(target: Target, refresh_step: int | None) -> FixedFactors | None:
             key = DrawKey(self.seed, max(0, num_steps - 1) if refresh_step is None else refresh_step)

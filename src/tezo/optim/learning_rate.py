@@ -3,20 +3,20 @@
 First the rate grows by `GROWTH` from step to step on one batch, from a rate that is too low,
 
     lr_0 = 1e-5 f D / kappa^2   (a plain step lowers the loss f by about lr kappa^2; D is `Update.divisor`), or, where
-    passes are few and the curvature c = Z^T H Z along the run's own directions is positive, lr_0 = D / (16 c),
+    passes are few and the curvature c = Z^T H Z along the directions of the run is positive, lr_0 = D / (16 c),
 
-until a step raises the loss of that batch by 5 %. On the same rows a step along their own estimate lowers the loss, in
+until a step raises the loss of that batch by 5 %. On the same rows a step along their estimate lowers the loss, in
 proportion to the rate, until curvature prevails. The growth therefore also ends after `FLAT` steps in a row that lower
 it by less than an earlier one did: a loss over few labels is bounded, and need not rise however high the rate is. The
 last rate before the rise, or else the one with the lowest loss, bounds the search from above. From there trials of the
-run's own first steps go down, by factors of `FINE` or, where passes are few, `COARSE`: each starts at the same
+first steps of the run go down, by factors of `FINE` or, where passes are few, `COARSE`: each starts at the same
 parameters, takes the same batches and directions, and is judged by the loss on held-out rows. A trial fails as soon as
 that loss is above the start's by twice the standard error of the rows' differences. The search ends when a trial is
 worse than the one before, or where the next would take more passes than are left.
 
 A few steps favour higher rates than a run, whose signal decreases while its noise does not: the result is `CAUTION`
 times the best rate of the trials.
-If `ENOUGH` trials neither failed nor lowered the loss, they are too short to tell rates apart: the result is then
+If `ENOUGH` trials neither failed nor lowered the loss, they are too short to compare rates: the result is then
 `CAUTION`^2 times the highest of their rates. It is `CAUTION`^2 times the bound where there are passes for no trial, and
 `CAUTION`^2 D / c where there are none for the bound either.
 """
@@ -116,7 +116,7 @@ def choose_lr(
         steps: of the run; a short one has shorter trials.
         budget: forward passes that the search may take; None: `MOST_PASSES` for each direction.
         measured: what the measurement of rho found along these directions; None: it is measured here.
-        progress: told of the passes made, and of `budget`.
+        progress: called with the passes made, and `budget`.
 
     Raises:
         NonFiniteModelError: the loss is NaN or infinite before the first step.
@@ -231,14 +231,14 @@ class _Search:
 
     def _slope(self) -> tuple[float, float, float]:
         """Returns (loss, mean square of the projected gradients, curvature), along the first step's directions."""
-        own = self._loss(self.batch(0))
+        loss = self._loss(self.batch(0))
         probes, directions = self.optimizer.measure(self.batch(0)), self.optimizer.num_directions
         self._count(2 * directions)
         kappa_sq = sum(probe.projected_grad**2 for probe in probes) / len(probes)
         kappa_sq /= len(probes) / directions  # rows that have their own directions; see `MeasuredScale`
         means = [(probe.loss_plus + probe.loss_minus) / 2 for probe in probes]
         rho = self.optimizer.rho
-        return own, kappa_sq, 2 * (sum(means) / len(means) - own) / rho**2 if rho else 0.0
+        return loss, kappa_sq, 2 * (sum(means) / len(means) - loss) / rho**2 if rho else 0.0
 
     def _bound(self, lr: float) -> float:
         """Returns the last growing rate before the loss rose; if it never did, the one with the lowest loss."""

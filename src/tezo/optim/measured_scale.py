@@ -5,11 +5,11 @@ The loss of row i at W + s rho Z is f_i + s rho g_i + rho^2 h_i / 2 + ... With t
     odd_i = (f_i(+) - f_i(-)) / 2 ~ rho g_i,    even_i = (f_i(+) + f_i(-)) / 2 - f_i ~ rho^2 h_i / 2.
 
 A step uses the odd part. The even part says how far the two points are from where the model is linear. Their ratio
-grows in proportion to rho, so one trial foretells the scale at which it is small enough.
+grows in proportion to rho, so one trial predicts the scale at which it is small enough.
 
 Rounding, of variance n^2 in half the difference of two losses, adds 3 n^2 to the square of the even part: half of a
 loss's at either sign, and its own at W. So an even part that is small enough says that rounding is, too. Otherwise one
-more pass tells it, at a scale so close that nothing else differs from what the two parts foretell:
+more pass measures it, at a scale so close that nothing else differs from what the two parts predict:
 
     noise_i = f_i(k rho) - (f_i + k odd_i + k^2 even_i),   k = 1.02,
     n^2 = mean noise_i^2 / (2 (1 + (1 - k^2)^2 + (k^2 + k^4) / 2)).
@@ -43,11 +43,11 @@ MOST_ROUNDING = 1 / 30
 """Largest rounding noise, as a part of the odd part."""
 CLOSE = 1.02
 FAR, STEP = 1.0, 0.1
-"""Of a larger ratio nothing is foretold: the next trial is at this part of the scale."""
+"""Of a larger ratio nothing is predicted: the next trial is at this part of the scale."""
 MOST_TRIALS = 4
 """Scales that are measured, at most."""
 MEASURED = 2
-"""After so many scales the next one is not measured: what it comes to is foretold."""
+"""After so many scales the next one is not measured: it is predicted."""
 MOST_RISE = 0.2
 """Largest rise of the mean loss from W to either point, as a part of it, at a scale that is not sound."""
 
@@ -124,15 +124,15 @@ def measure_scale(
 ) -> MeasuredScale:
     """Finds the largest of `SCALES` that obeys both bounds, from `start` down; the least bad one where none does.
 
-    No step is taken. The first trial is at `start`, or below it as far as the model is destroyed. What it foretells is
-    the second; where that does not obey both bounds either, what is foretold then is taken as it is.
+    No step is taken. The first trial is at `start`, or below it as far as the model is destroyed. The
+    second is the one that it predicts; where that does not obey both bounds either, the next prediction is taken.
 
     Args:
         optimizer: draws the directions, those of its next step.
         losses: of the rows at the weights as they are, (rows,) or a scalar, float32 or wider. Where each row has its
             own directions: as in a step.
         start: first scale.
-        progress: told after each pass or pair of passes.
+        progress: called after each pass or pair of passes.
         rounding: bound of the rounding error of a loss, as a part of it; None: not known. Where it is small enough no
             pass is made for rounding.
 
@@ -148,10 +148,10 @@ def measure_scale(
             break  # it is noise
     at = min(tried, key=lambda at: at.curvature)
     if at.rho not in rows.odd:
-        raise NonFiniteLossError(0, math.inf, float(rows.own.mean()))
+        raise NonFiniteLossError(0, math.inf, float(rows.losses.mean()))
     noise, taken_off = rows.noise(at.rho, rounding)
     tried = [rows.with_rounding(at, noise, taken_off) for at in tried]
-    while (better := foretold(tried)) is not None:
+    while (better := predicted_scale(tried)) is not None:
         if len(tried) >= MEASURED:
             tried.append(better)
             break
@@ -164,14 +164,14 @@ def measure_scale(
         kappa_sq = float(kappas.square().mean()) / kappas.shape[1]
     else:
         kappa_sq = float(kappas.mean(1).square().mean())
-    return MeasuredScale(chosen, tuple(tried), float(rows.own.mean()), kappa_sq, second, rows.passes)
+    return MeasuredScale(chosen, tuple(tried), float(rows.losses.mean()), kappa_sq, second, rows.passes)
 
 
 class _Rows:
     """The losses of the rows of a measurement; the arguments are those of `measure_scale`.
 
     Attributes:
-        own: the losses at W, (rows,).
+        losses: at W, (rows,).
         odd: scale -> the odd parts, (directions, rows), where the losses are finite.
         even: the even parts.
         passes: forward passes so far.
@@ -183,10 +183,10 @@ class _Rows:
         self.odd: dict[float, Tensor] = {}
         self.even: dict[float, Tensor] = {}
         with torch.no_grad(), evaluating(optimizer.model):
-            self.own = self._evaluate()
+            self.losses = self._evaluate()
         self._count(1)
-        if not bool(self.own.isfinite().all()):
-            raise NonFiniteLossError(0, float(self.own.mean()), None)
+        if not bool(self.losses.isfinite().all()):
+            raise NonFiniteLossError(0, float(self.losses.mean()), None)
 
     def error(self, rho: float) -> ScaleError:
         """Measures the odd and even parts at a scale."""
@@ -194,20 +194,20 @@ class _Rows:
             plus, minus = self._points(rho)
         except NonFiniteLossError:
             return ScaleError(rho, math.inf)
-        self.odd[rho], self.even[rho] = (plus - minus) / 2, (plus + minus) / 2 - self.own
-        own = float(self.own.mean())
-        rise = float(torch.maximum(plus.mean(1), minus.mean(1)).max() - own) / max(abs(own), 1e-300)
+        self.odd[rho], self.even[rho] = (plus - minus) / 2, (plus + minus) / 2 - self.losses
+        mean = float(self.losses.mean())
+        rise = float(torch.maximum(plus.mean(1), minus.mean(1)).max() - mean) / max(abs(mean), 1e-300)
         return ScaleError(rho, _rms(self.even[rho]) / max(_rms(self.odd[rho]), 1e-300), rise=rise)
 
     def noise(self, rho: float, bound: float | None) -> tuple[float, float]:
         """Returns (rounding noise of the odd part, or its bound; what is to be taken off the even parts for it)."""
         bounds = [_rms(self.even[rho]) / math.sqrt(3)]
         if bound is not None:
-            bounds.append(bound * float(self.own.abs().max()))
+            bounds.append(bound * float(self.losses.abs().max()))
         if min(bounds) <= MOST_ROUNDING * _rms(self.odd[rho]):
             return min(bounds), 0.0
         k = CLOSE
-        found = self._ahead(k * rho) - (self.own + k * self.odd[rho] + k**2 * self.even[rho])
+        found = self._ahead(k * rho) - (self.losses + k * self.odd[rho] + k**2 * self.even[rho])
         measured = _rms(found) / math.sqrt(2 * (1 + (1 - k**2) ** 2 + (k**2 + k**4) / 2))
         return measured, measured
 
@@ -220,29 +220,29 @@ class _Rows:
 
     def _points(self, rho: float) -> tuple[Tensor, Tensor]:
         """(directions, rows), twice: the losses of the rows at both signs of each direction."""
-        optimizer, seen, mean = self._optimizer, list[Tensor](), self._mean
+        optimizer, losses, mean = self._optimizer, list[Tensor](), self._mean
         try:
-            probes = optimizer.measure(self._losses if optimizer.per_example else partial(mean, seen), rho)
+            probes = optimizer.measure(self._losses if optimizer.per_example else partial(mean, losses), rho)
         finally:
             self._count(2 * optimizer.num_directions)
         if optimizer.per_example:
             points = torch.tensor([(p.loss_plus, p.loss_minus) for p in probes], dtype=torch.float64)
-            seen = list(points.view(-1, 2 * optimizer.num_directions).T)
-        return torch.stack(seen[::2]), torch.stack(seen[1::2])
+            losses = list(points.view(-1, 2 * optimizer.num_directions).T)
+        return torch.stack(losses[::2]), torch.stack(losses[1::2])
 
     def _ahead(self, rho: float) -> Tensor:
         """(directions, rows): the losses of the rows at the positive sign of each direction."""
-        optimizer, seen, mean = self._optimizer, list[Tensor](), self._mean
-        found = optimizer.ahead(self._losses if optimizer.per_example else partial(mean, seen), rho)
+        optimizer, losses, mean = self._optimizer, list[Tensor](), self._mean
+        found = optimizer.ahead(self._losses if optimizer.per_example else partial(mean, losses), rho)
         self._count(optimizer.num_directions)
         if optimizer.per_example:
             return torch.tensor(found, dtype=torch.float64).view(-1, optimizer.num_directions).T
-        return torch.stack(seen)
+        return torch.stack(losses)
 
-    def _mean(self, seen: list[Tensor]) -> Tensor:
-        """Returns the mean loss; adds the losses of the rows to `seen`."""
-        seen.append(self._evaluate())
-        return seen[-1].mean()
+    def _mean(self, losses: list[Tensor]) -> Tensor:
+        """Returns the mean loss; adds the losses of the rows to `losses`."""
+        losses.append(self._evaluate())
+        return losses[-1].mean()
 
     def _evaluate(self) -> Tensor:
         if self._optimizer.per_example and isinstance(self._losses, RowLosses):
@@ -257,7 +257,7 @@ class _Rows:
         self._progress(self.passes, most_passes(self._optimizer.num_directions))
 
 
-def foretold(tried: Sequence[ScaleError]) -> ScaleError | None:
+def predicted_scale(tried: Sequence[ScaleError]) -> ScaleError | None:
     """Returns the best of `SCALES` by what was measured, with the errors that it should have.
 
     In proportion to the scale curvature grows, as far as the model is not destroyed, and the part of rounding falls.
@@ -267,8 +267,8 @@ def foretold(tried: Sequence[ScaleError]) -> ScaleError | None:
     best = min(tried, key=lambda at: at.badness)
     if best.excess <= 1:
         return None
-    told = [at for at in tried if at.rounding <= at.curvature < math.inf]  # others lose curvature in rounding
-    nearest = min(told, key=lambda at: at.rho, default=best)
+    clear = [at for at in tried if at.rounding <= at.curvature < math.inf]  # others lose curvature in rounding
+    nearest = min(clear, key=lambda at: at.rho, default=best)
     highest = nearest.rho * MOST_CURVATURE / max(nearest.curvature, 1e-12)
     least = max(best.rho * best.rounding / MOST_ROUNDING, 1e-300)
     destroyed = min((at.rho for at in tried if at.curvature > FAR and at.rho > best.rho), default=math.inf)

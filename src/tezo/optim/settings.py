@@ -29,7 +29,10 @@ class Settings(dict[str, Setting]):
     def with_values(self, values: Mapping[str, Any]) -> "Settings":
         """Returns the same options with the values that are given for some."""
         return Settings(
-            {name: replace(own, value=values[name]) if name in values else own for name, own in self.items()}
+            {
+                name: replace(setting, value=values[name]) if name in values else setting
+                for name, setting in self.items()
+            }
         )
 
 

@@ -124,7 +124,7 @@ class TunedParameters(dict[str, PerturbedParameter]):
         return None
 
     def why_no_adapter(self) -> str | None:
-        """Returns why, in words, the trained change is no exact LoRA adapter; None if it is."""
+        """Returns why, in words, the trained change is not an exact LoRA adapter; None if it is one."""
         if self.merged:
             return "the trained change is in the weights since merge()"
         if getattr(self.model, "peft_config", None):

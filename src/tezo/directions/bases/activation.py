@@ -134,12 +134,12 @@ def groups(targets: Sequence[Target], ranks: Mapping[str, int]) -> Iterator[list
     group: list[Target] = []
     taken = 0
     for target in targets:
-        own = finder_bytes(input_size(target), ranks[target.name], target.state_dtype)
-        if group and taken + own > allowed:
+        needed = finder_bytes(input_size(target), ranks[target.name], target.state_dtype)
+        if group and taken + needed > allowed:
             yield group
             group, taken = [], 0
         group.append(target)
-        taken += own
+        taken += needed
     if group:
         yield group
 

@@ -23,9 +23,9 @@ KIND = "basis"
 """The kind under which a factor store keeps the factors."""
 
 OUTPUT_SIDE = "/output"
-"""What names of factors of the output side end with, in stored tensors."""
+"""The end of the names of output-side factors, in stored tensors."""
 PROPOSALS = "coefficients of proposed directions"
-"""The name of the proposals in stored tensors."""
+"""The name of the proposals, in stored tensors."""
 
 _KEPT_REFRESHES = 2
 """Refresh steps whose factors stay in memory: at a refresh, momentum is carried over from the last factors."""
@@ -319,7 +319,7 @@ class DataBasis(Basis, Generic[F]):
             else:
                 refresh_step, _, name = key.partition("/")
                 tensors.setdefault(int(refresh_step), {})[name] = value.to("cpu", torch.float64, copy=True)
-        self._kept = {step: self._checked(self.read(StoredTensors(own, 0))) for step, own in tensors.items()}
+        self._kept = {step: self._checked(self.read(StoredTensors(found, 0))) for step, found in tensors.items()}
         self._counted |= self._kept.keys()
 
     def _checked(self, factors: F) -> F:

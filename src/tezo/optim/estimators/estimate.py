@@ -67,7 +67,7 @@ class StepRecord:
 
     @property
     def is_idle(self) -> bool:
-        """Whether its directions told nothing: all their projected gradients are 0."""
+        """Whether it learnt nothing: the projected gradients of all its directions are 0."""
         return bool(self.probes) and not any(self.projected_grads)
 
 
@@ -113,7 +113,7 @@ class StepDraw:
         lr: learning rate of the step.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
         predictions: of what they should do to the scores of the first rows; None: it is not known.
-        idle: number of earlier steps whose directions told nothing.
+        idle: number of earlier steps that learnt nothing.
     """
 
     step: int
@@ -184,7 +184,7 @@ def average(
 ) -> Estimate:
     """Returns the estimate that averages kappa Z over all directions of a step."""
     kappas = [probe.projected_grad for probe in probes]
-    gradients = {name: ParameterEstimate(own, kappas, draw.count) for name, own in draw.directions.items()}
+    gradients = {name: ParameterEstimate(drawn, kappas, draw.count) for name, drawn in draw.directions.items()}
     return Estimate(loss, gradients, passes, probes, metrics or {})
 
 

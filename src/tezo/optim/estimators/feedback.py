@@ -290,8 +290,8 @@ class DirectFeedback(Estimator):
             if draw.count == 0:
                 self._writers = self._find_writers(closure)
             elif self._writers is None:  # the phase began in an earlier process
-                own = [target for name, target in self._targets.items() if name in self._resumed]
-                self._writers = last_hidden(self._model, closure)[0], own
+                known = [target for name, target in self._targets.items() if name in self._resumed]
+                self._writers = last_hidden(self._model, closure)[0], known
             base, writers = self._writers
             loss, errors = last_errors(base, closure, {target.name: _tap(target, draw) for target in writers})
         coefficients = {target.name: _gradient(target, errors) for target in writers}

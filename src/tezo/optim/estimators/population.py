@@ -48,7 +48,7 @@ SAME = 1e-12
 WIDER, MOST_WIDENINGS = 1.5, 5
 """Factor of the distance of members after a step in which all were alike, and how often it counts. Our choice."""
 NEEDS_ROWS = (
-    "this method compares the loss of each row, and the closure tells one loss; give one of tezo.closure(model, "
+    "this method compares the loss of each row, and the closure returns one loss; give one of tezo.closure(model, "
     "batch), or choose another method."
 )
 
@@ -62,7 +62,7 @@ class Population(TwoPoint):
     most: on a plateau of the score no member at rho may be better. Rows are of different difficulty, which the mean
     over the members takes out. A loss that is missing (NaN) is left out of all means. kappa has the unit of r, so that
     the rate is the size of a step as a multiple of a member's distance: a step with rate lr has length
-    lr r |Z| / sqrt(P) where losses are noise. With sigma = 0, as where all members say the same, there is no step. A
+    lr r |Z| / sqrt(P) where losses are noise. With sigma = 0, as where all members score alike, there is no step. A
     direction has one member for each of `signs`, and the mean of their kappas with these signs.
 
     Args:
@@ -76,14 +76,14 @@ class Population(TwoPoint):
         if not isinstance(closure, RowLosses):
             raise RequestError(NEEDS_ROWS)
         count = len(next(iter(draw.directions.values())))
-        own = self._shared_out(draw.directions)
+        indices = self._shared_out(draw.directions)
         reach = self.rho * WIDER ** min(draw.idle, MOST_WIDENINGS)
-        points = [(index, sign * reach) for index in own for sign in self.signs]
+        points = [(index, sign * reach) for index in indices for sign in self.signs]
         found = self.evaluated(closure, draw.directions, points, losses_of_rows)
         ranks = [torch.tensor(values, dtype=torch.float64) for values in
                  self._processes.gather([loss for losses in found for loss in losses.tolist()])]  # fmt: skip
         # the first direction of each rank, then the second of each
-        parts = [values.view(len(own), len(self.signs), -1) for values in ranks]
+        parts = [values.view(len(indices), len(self.signs), -1) for values in ranks]
         losses_PN = torch.stack(parts, 1).flatten(0, 2)
         if losses_PN.isinf().any():
             raise FloatingPointError(float(losses_PN.nanmean()))
