@@ -20,7 +20,7 @@ from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary
 from tezo.runs.replayed import is_replayed
-from tezo.runs.step_log import End, LogContents
+from tezo.runs.step_log import End, LogContents, Rollback
 from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted
 from tezo.system.files import reading
@@ -48,7 +48,7 @@ from tezo.training.resume import (
 )
 from tezo.training.rows_of_steps import interval, lr_factor
 from tezo.training.settings import LOSS, Config, dump_config, read_config, with_absolute_paths
-from tezo.training.stopping import BestState
+from tezo.training.stopping import CONTINUE, BestState, Decision, Stop, decide_after_failure
 from tezo.training.summary import WAYS_FROM_ALIKE, Outcome, prompt_text, row_counts, summarize
 
 
@@ -222,15 +222,15 @@ class Loop:
         (untuned_loss,) = self.processes.first([before["loss"]])
         self.job.optimizer.unperturbed_loss, self.job.optimizer.warn = untuned_loss, self._warn
         with self.meter.phase(STEPS):
-            steps = self._steps(start, before)
+            steps, decision = self._steps(start, before)
         self._check_ranks(steps)
-        self.best.restore(steps)
+        self.best.restore()
         with self.meter.phase(AFTER):
             after = self.evaluations.of("test", steps)
             own_after = None if own_before is None else self.evaluations.of_own_answers(steps)
         if not math.isfinite(after["loss"]):
             raise NonFiniteResultError(steps, after["loss"])
-        return self._finish(steps, before, after, untuned, (own_before, own_after))
+        return self._finish(steps, decision, before, after, untuned, (own_before, own_after))
 
     def _open(self) -> ResumeState:
         """Opens the folder; the first rank puts it in order before the others read it."""
@@ -276,36 +276,42 @@ class Loop:
         self.job.optimizer.load_resumable_state(parts["run"], state.steps[:step], since)
         return step
 
-    def _steps(self, start: int, before: Metrics) -> int:
-        """All steps from `start` on, with their evaluations and checkpoints; how many the run has then."""
+    def _steps(self, start: int, before: Metrics) -> tuple[int, Decision]:
+        """All steps from `start` on, with their evaluations and checkpoints; how many the run has then, and why."""
         settings = self.settings
         keep_every = interval(settings.checkpoint_every, settings)
         self.meter.report(start, settings.num_steps, STEPS)
         if start == 0:
-            self.best.note(0, before)
+            self.best.note(before)
+        self._apply(self.best.logged())  # after the checkpoint there
         for steps in range(start + 1, settings.num_steps + 1):
             self._step(steps - 1)
             self.meter.report(steps, settings.num_steps, STEPS)
-            ended = self.resumed.end is not None and steps == self.resumed.end.steps
-            ends = ended or steps == settings.num_steps or self._any(self._asked_to_stop())
-            self.best.note(steps, last=ends)
-            if self.best.dev_loss is not None:
-                optimizer, losses = self.job.optimizer, [self.best.dev_loss]
+            had_ended = self.resumed.end is not None and steps == self.resumed.end.steps
+            last = steps == settings.num_steps or self._any(self._asked_to_stop())
+            self.best.note(last=last or had_ended)
+            if self.best.history.dev_loss is not None:
+                optimizer, losses = self.job.optimizer, [self.best.history.dev_loss]
                 losses += [] if optimizer.unperturbed_loss is None else [optimizer.unperturbed_loss]
                 optimizer.unperturbed_loss = min(losses)
-            if ended and steps < settings.num_steps:
-                self.best.ends_run(steps, again=True)
-            if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
-                self.best.note_last(steps)
-                return steps
+            last = last or self._any(self._asked_to_stop())  # by what it was told of the evaluation
+            decision = CONTINUE if last else self.best.decision()
+            if last or had_ended or isinstance(decision, Stop):
+                self.best.note_last()
+                return steps, decision
+            self._apply(decision)
             interrupted = self._any(self.interruption.signal is not None)
             if interrupted or (keep_every and steps % keep_every == 0):
                 self._keep(steps)
             if interrupted:
                 by = self.interruption.signal or "a signal to another rank"
                 raise RunInterrupted(by, steps, self.folder.path)
-        self.best.note(start, last=True)  # of a run that is to have no more steps than it has
-        return start
+        self.best.note(last=True)  # of a run that is to have no more steps than it has
+        return start, CONTINUE
+
+    def _apply(self, decision: Decision) -> None:
+        if isinstance(decision, Rollback):
+            self.best.roll_back(decision)
 
     def _any(self, flag: bool) -> bool:
         """Whether it is so on any rank."""
@@ -323,7 +329,6 @@ class Loop:
         for listener in self.listeners:
             listener.stepping(step)
         optimizer = self.job.optimizer
-        self.best.repeat_rollback(step)
         told: dict[str, Any] = {}
         if step < len(self.resumed.steps) and not optimizer.by_gradients:
             optimizer.replay(self.resumed.steps[step])
@@ -331,7 +336,7 @@ class Loop:
             told = self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
-        self.best.stepped(record)
+        self.best.history.add_step(record)
         progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
         self._log_step(progress, told)
         for listener in self.listeners:
@@ -368,10 +373,12 @@ class Loop:
             try:
                 told = self._take_step(step, indices)
             except NonFiniteLossError:
-                if not self.best.roll_back_after_failure(step):
+                decision = decide_after_failure(self.best.history)
+                if isinstance(decision, Stop):
                     if step == 0 and self.settings.minimises_loss:
                         check_untuned(self.job.loaded, self.job.objective, [self.job.train[i] for i in indices])
                     raise
+                self._apply(decision)
                 told = self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % COMPARE_EVERY == 0:
@@ -389,7 +396,7 @@ class Loop:
     def _on_this_base(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
         job, optimizer = self.job, self.job.optimizer
         for group in optimizer.param_groups:
-            group["lr"] = self.lr * lr_factor(step, self.settings) * self.best.lr_scale
+            group["lr"] = self.lr * lr_factor(step, self.settings) * self.best.history.lr_scale
         if optimizer.planned(step)[0] == FEEDBACK:  # every rank takes it on all rows
             optimizer.step(job.objective.closure(job.model, job.batches(indices)))
             return {}
@@ -439,14 +446,14 @@ class Loop:
     def _finish(
         self,
         steps: int,
+        decision: Decision,
         before: Metrics,
         after: Metrics,
         untuned: dict[str, Metrics],
         own_answers: tuple[float | None, float | None],
     ) -> dict[str, Any]:
         kept = self.best.kept
-        kept_step = kept.step if kept is not None else steps
-        dev_loss = kept.loss if kept is not None else self.best.dev_loss
+        kept_step, dev_loss = kept if kept is not None else (steps, self.best.history.dev_loss)
         split = "test" if dev_loss is None else "dev"
         outcome = Outcome(
             steps,
@@ -459,9 +466,9 @@ class Loop:
             untuned,
             own_answers,
             self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
-            self.best.rollbacks,
+            self.best.history.rollbacks,
             kept is not None,
-            self.best.stopped,
+            decision.reason if isinstance(decision, Stop) else None,
             self.evaluations.chance(split, kept_step, chosen=kept is not None),
         )
         files = self.job.loaded.files
