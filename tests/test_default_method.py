@@ -1,6 +1,7 @@
 """The method of a run that names none: by its rows, its model and what else it sets; and that a run keeps it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tezo.methods import METHODS
 from tezo.runs.step_log import read_log
 from tezo.tasks.evaluation import evaluate
 from tezo.training import stopping
-from tezo.training.choices import with_steps
+from tezo.training.choices import choose_size
 from tezo.training.job import prepare
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
@@ -140,9 +141,9 @@ def test_a_run_keeps_the_method_that_it_chose(home, tmp_path):
 )
 def test_a_method_has_its_schedule_unless_one_is_given(name, given, expected):
     train_settings = TrainConfig(steps=8, schedule=given)
-    found = with_steps(train_settings, 4, METHODS[name])
-    assert found.schedule == expected
-    assert lr_factor(6, found) == (0.25 if expected == "linear" else 1.0)
+    found = {choice.key: choice.value for choice in choose_size(train_settings, 4, METHODS[name])}
+    assert found["train.schedule"] == expected
+    assert lr_factor(6, replace(train_settings, schedule=expected)) == (0.25 if expected == "linear" else 1.0)
 
 
 def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):

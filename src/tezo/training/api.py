@@ -26,10 +26,11 @@ from tezo.system.values import coerce, path_of, takes
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
-from tezo.training.choices import ClosureRows, resolve
+from tezo.training.choices import Choices, resolve
 from tezo.training.job import Job, build_method, parse_method
 from tezo.training.listeners import Listener
 from tezo.training.opening import TunedModel, check_is_run
+from tezo.training.rows_of_steps import ClosureRows
 from tezo.training.run import Run as Run
 from tezo.training.screen import Screen
 from tezo.training.settings import (
@@ -191,7 +192,7 @@ def prepare(
         optimizer.set_passes(lambda step: closures(step)())
         return optimizer
 
-    found = resolve(config, ClosureRows(closures, held_out), made)
+    found = resolve(Choices(config), ClosureRows(closures, held_out), made)
     for notice in found.notices:
         logger.info(notice)
     return found.optimizer

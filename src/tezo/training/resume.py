@@ -35,7 +35,7 @@ from tezo.tasks.scorer_identity import difference
 from tezo.tasks.scorers import identity
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits
-from tezo.training.choices import RESOLVED_AT_START, with_steps
+from tezo.training.choices import RESOLVED_AT_START, Choices, choose_size
 from tezo.training.job import Job, load_for_tuning, make_optimizer
 from tezo.training.settings import (
     PATHS,
@@ -150,7 +150,9 @@ def with_choices_of(begun: LogContents, asked: Config) -> Config:
     if train.epochs is None:
         train = replace(train, steps=train.steps or total_of(begun))
     elif isinstance(rows := begun.header.get("stepped_rows"), int) and rows > 0:
-        train = with_steps(train, rows, chosen)
+        choices = Choices(replace(asked, train=train))
+        choices.add(choose_size(train, rows, chosen))
+        return choices.config
     return replace(asked, train=train)
 
 
