@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,7 @@ class Loop:
         self.best = BestState(job, folder, self.evaluations, listeners, processes)
         self.step_seconds = 0.0
         self._said: set[str] = set()
+        self._device = job.loaded.device
 
     def run(self) -> dict[str, Any]:
         """Everything, from the first evaluation to the saved result."""
@@ -329,16 +330,16 @@ class Loop:
         for listener in self.listeners:
             listener.stepping(step)
         optimizer = self.job.optimizer
-        told: dict[str, Any] = {}
+        measured: Mapping[str, Any] = {}
         if step < len(self.resumed.steps) and not optimizer.by_gradients:
             optimizer.replay(self.resumed.steps[step])
         else:
-            told = self._measured_step(step)
+            measured = self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
         self.best.history.add_step(record)
-        progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
-        self._log_step(progress, told)
+        progress = Progress(record, self.step_seconds, peak_memory(self._device))
+        self._log_step(progress, measured)
         for listener in self.listeners:
             listener.stepped(progress)
 
@@ -348,10 +349,10 @@ class Loop:
         for listener in self.listeners:
             listener.warned(text)
 
-    def _log_step(self, progress: Progress, told: dict[str, Any]) -> None:
+    def _log_step(self, progress: Progress, measured: Mapping[str, Any]) -> None:
         record, settings = progress.record, self.settings
         taken = record.step + 1
-        if told or taken % settings.log_every == 0:
+        if measured or taken % settings.log_every == 0:
             line = {
                 "loss": record.loss,
                 "projected_grads": list(record.projected_grads),
@@ -360,18 +361,18 @@ class Loop:
                 "elapsed": round(self.meter.seconds, 3),
                 "passes": round(self.meter.passes, 2),
                 "memory": progress.memory,
-                **told,
+                **measured,
             }
             self.folder.append_metrics(taken, line)  # before the log: a step that is in the log is not measured again
         self.folder.append_step(record)
 
-    def _measured_step(self, step: int) -> dict[str, Any]:
+    def _measured_step(self, step: int) -> Mapping[str, Any]:
         """Takes a step; returns what it found beside its losses, as JSON."""
         indices = self.sampler.rows(step)
         started = time.perf_counter()
         with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
             try:
-                told = self._take_step(step, indices)
+                measured = self._take_step(step, indices)
             except NonFiniteLossError:
                 decision = decide_after_failure(self.best.history)
                 if isinstance(decision, Stop):
@@ -379,40 +380,36 @@ class Loop:
                         check_untuned(self.job.loaded, self.job.objective, [self.job.train[i] for i in indices])
                     raise
                 self._apply(decision)
-                told = self._take_step(step, indices)
+                measured = self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % COMPARE_EVERY == 0:
             self._check_ranks(step + 1, sample=True)
-        return told
+        return measured
 
     def _check_ranks(self, steps: int, *, sample: bool = False) -> None:
         if self.processes.size > 1:
             self.processes.check_equal(digest(self.job.optimizer.resumable_state(), sample=sample), steps)
 
-    def _take_step(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
-        with self.job.loaded.files.unchanged():  # before anything of the step is logged
-            return self._on_this_base(step, indices)
-
-    def _on_this_base(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
-        job, optimizer = self.job, self.job.optimizer
+    def _take_step(self, step: int, indices: Sequence[int]) -> Mapping[str, Any]:
+        job, optimizer, held_out = self.job, self.job.optimizer, self.job.held_out
         for group in optimizer.param_groups:
             group["lr"] = self.lr * lr_factor(step, self.settings) * self.best.history.lr_scale
-        if optimizer.planned(step)[0] == FEEDBACK:  # every rank takes it on all rows
-            optimizer.step(job.objective.closure(job.model, job.batches(indices)))
-            return {}
-        closure = self._closure(step, indices)
-        if job.held_out is not None:
-            with self.meter.phase(BETWEEN):
-                job.held_out.evaluated()
-        optimizer.step(closure)
-        if job.held_out is not None:
-            job.held_out.forget()
-        told = optimizer.metrics
-        if isinstance(closure, RewardRows):
+        with job.loaded.files.unchanged():  # before anything of the step is logged
+            if optimizer.planned(step)[0] == FEEDBACK:  # every rank takes it on all rows
+                optimizer.step(job.objective.closure(job.model, job.batches(indices)))
+                return {}
+            closure = self._closure(step, indices)
+            if held_out is not None:
+                with self.meter.phase(BETWEEN):
+                    held_out.evaluated()
+            optimizer.step(closure)
+            if held_out is not None:
+                held_out.forget()
+            if not isinstance(closure, RewardRows):
+                return optimizer.metrics
             self.folder.append_scored(closure.lines())
             self._warn_of_scores(closure, step)
-            told = {**told, **closure.told}
-        return told
+            return {**optimizer.metrics, **closure.told}
 
     def _warn_of_scores(self, rows: RewardRows, step: int) -> None:
         """Says, once each, that scores are missing, and that a step learnt nothing because all models scored alike."""
