@@ -278,11 +278,16 @@ def harness_results(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    from tezo.tasks.harness import HarnessModel
+
     if loaded.kind != "causal":
         raise RequestError(f"lm-eval scores and writes continuations, and this model is {loaded.kind}; use tezo eval.")
     manager, names = _tasks(tasks, task_folder)
     size = options.pop("batch_size", config.train.eval_batch_size)
-    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=size)
+    if loaded.engine is None:
+        model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=size)
+    else:
+        model = HarnessModel(loaded, size)
     try:
         # the harness prints, and standard output is for results
         with current().phase(HARNESS), redirect_stdout(sys.stderr), loaded.files.unchanged():
