@@ -33,6 +33,8 @@ from tezo.system.errors import RequestError
 from tezo.system.files import UntrustedError, json_text, lock, open_plain, open_to_read, storing, sync, write_all
 from tezo.tasks.evaluation import Metrics
 
+LOG = "steps.log"
+"""Name of the log in a run folder."""
 MAGIC = b"tezolog5"
 SYNC_EVERY = 10
 """Number of steps between forced writes to disk: the most that a power cut loses. A killed process loses none."""

@@ -17,11 +17,19 @@ from tezo.tasks.generation import Sampling, continuations, texts_of
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rows import Format
 from tezo.tasks.scorer_identity import Identity
-from tezo.tasks.scoring import MISSING_SCORES, REWARD, Sample, Score, Scored, check_form, scored, takes_batch
+from tezo.tasks.scores import Scored
+from tezo.tasks.scoring import MISSING_SCORES, REWARD, Sample, Score, check_form, scored, takes_batch
 from tezo.tasks.scoring_processes import Processes
 
 MOST_WRITING = 128
 """Completions that are written side by side in torch, at most: those of several models to the same prompts."""
+
+MISSING, LACKING = "missing", "lacking"
+GAPS = {
+    MISSING: "scores are missing, and left out of the means",
+    LACKING: "parts of scores are missing, and left out of the sums",
+}
+"""Kind of what is missing -> in words."""
 
 EVALUATION = -1
 """The step whose random numbers evaluations sample with, always the same."""
@@ -38,7 +46,7 @@ class Reward:
         max_new_tokens: maximum length of a completion in tokens.
         temperature: of sampling with `seed`; 0: greedy.
         processes: where it is called; None: in this process.
-        missing: why the first score that was missing was so; empty: none was.
+        gaps: what is missing of scores: a sentence for each kind, of the first that was so; see `GAPS`.
     """
 
     score: Score
@@ -49,7 +57,7 @@ class Reward:
     seed: int
     processes: Processes | None = None
     in_file: bool = False
-    missing: list[str] = field(default_factory=list)
+    gaps: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_form(self.score, self.name)
@@ -97,13 +105,14 @@ class Reward:
         sampling, longest = self.sampling(step), self.max_new_tokens
         every = continuations(model, objective, encoded, batch_size, longest, sampling, copies)
         samples = [
-            Sample(e.example.prompt, text.strip(), dict(e.example.fields), e.example.where)
+            Sample(e.example.prompt, text.strip(), dict(e.example.fields), e.example.where, e.example.messages)
             for written in every
             for e, text in zip(encoded, texts_of(objective, encoded, written), strict=True)
         ]
         if self.processes is None:
             found = scored(self.score, samples)
         else:
+            assert not isinstance(self.score, tuple)
             found = self.processes.scored(samples, batch=takes_batch(self.score))
         failures = [(own.failure, s.where) for own, s in zip(found, samples, strict=True) if own.failure is not None]
         if len(failures) == len(found):
@@ -112,8 +121,11 @@ class Reward:
                 f"train.reward: {self.name} gave none of {len(found)} scores; for {where} it {why}. Mend it; a run "
                 "that has begun goes on with --resume."
             )
-        if failures and not self.missing:
-            self.missing.append(f"{self.name} {failures[0][0]} for {failures[0][1]}")
+        if failures:
+            self.gaps.setdefault(MISSING, f"{self.name} {failures[0][0]} for {failures[0][1]}")
+        lacks = [(", ".join(own.lacks), s.where) for own, s in zip(found, samples, strict=True) if own.lacks]
+        if lacks:
+            self.gaps.setdefault(LACKING, f"{self.name} gave no {lacks[0][0]} for {lacks[0][1]}")
         size = len(encoded)
         return [
             ([s.completion for s in samples[i : i + size]], found[i : i + size]) for i in range(0, len(found), size)

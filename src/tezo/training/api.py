@@ -23,6 +23,7 @@ from tezo.runs.replayed import is_replayed
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.system.progress import quieted, showing
 from tezo.system.values import coerce, path_of, takes
+from tezo.tasks.scorers import as_scorer
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
@@ -51,7 +52,7 @@ def train(
     data: Rows | None = None,
     *,
     method: str = AUTO,
-    reward: Score | str | None = None,
+    reward: Score | Sequence[Score] | str | None = None,
     tokenizer: Any = None,
     output: str | Path | None = None,
     dev: Rows | None = None,
@@ -73,7 +74,8 @@ def train(
             gauss-newton for labels or free text, unless something is set that these do not have, or count
             otherwise; else head-feedback.
         reward: what is maximised in place of the likelihood of answers: a function (prompt, completion, fields of the
-            row) -> score, or FILE.py:FUNCTION. The model writes the completions; rows need only prompts.
+            row) -> score, a list of functions, whose scores are added, or FILE.py:FUNCTION. The model writes the
+            completions; rows need only prompts.
         tokenizer: of a model in memory.
         output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process, and kept
             where the run is interrupted: the error names it.
@@ -114,10 +116,8 @@ def train(
     given = dotted_settings(named, settings or {})
     if reward is not None:
         given.append(("train.reward", reward if isinstance(reward, str) else IN_MEMORY))
-    reward = absolute_setting("train.reward", reward)  # for evaluations by it
-    score = None if isinstance(reward, str) else reward
-    if score is not None and not callable(score):
-        raise RequestError(f"reward is {score!r}; give a function, or FILE.py:FUNCTION.")
+    scorer = absolute_setting("train.reward", as_scorer(reward))  # for evaluations by it
+    score = None if isinstance(scorer, str) else scorer
     with quieted(not progress), showing(progress) as line:
         config, base = _configured(model, tokenizer, parts, method, given, keep=not resume)
         objects = {part: rows for part, rows in parts.items() if not isinstance(rows, str | Path)}
@@ -137,7 +137,7 @@ def train(
         base=base,
         tuned=watcher.tuned,
         rows=rows,
-        reward=reward,
+        reward=scorer,
         temporary=output is None,
         trust_remote_code=config.model.trust_remote_code,
         progress=progress,

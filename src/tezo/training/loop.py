@@ -27,7 +27,7 @@ from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
 from tezo.system.progress import AFTER, BEFORE, BETWEEN, FILES, OBJECTIVE, OPENING, SAVING, STEPS, current, metered
 from tezo.tasks.evaluation import Metrics
-from tezo.tasks.rewards import RewardRows
+from tezo.tasks.rewards import GAPS, RewardRows
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits, read_splits
 from tezo.training.data_parallel import check_shareable, shared_rows
@@ -145,8 +145,8 @@ class _OfThisBase:
         self._store.save(kind, step, stored)
 
 
-MISSING, ALIKE = "missing", "alike"
-"""What is said of scores once in a run."""
+ALIKE = "alike"
+"""What is said of scores once in a run, beside each kind of `GAPS`."""
 CHECKED_ROWS = 8
 """Training rows that tell whether an objective can be measured; one of them may lack a score."""
 COMPARE_EVERY = 100
@@ -414,9 +414,10 @@ class Loop:
     def _warn_of_scores(self, rows: RewardRows, step: int) -> None:
         """Says, once each, that scores are missing, and that a step learnt nothing because all models scored alike."""
         reward = self.job.reward
-        if reward is not None and reward.missing and MISSING not in self._said:
-            self._said.add(MISSING)
-            self._warn(f"scores are missing, and left out of the means, from step {step} on: {reward.missing[0]}.")
+        for kind, reason in reward.gaps.items() if reward is not None else ():
+            if kind not in self._said:
+                self._said.add(kind)
+                self._warn(f"{GAPS[kind]}, from step {step} on: {reason}.")
         if rows.all_alike and ALIKE not in self._said:
             self._said.add(ALIKE)
             nothing = "every model scored alike on each prompt, so that there is nothing to learn from"
