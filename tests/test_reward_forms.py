@@ -7,7 +7,7 @@ from folders import completion_rows, model_folder, refused, write_rows
 from folders import tezo as command
 
 import tezo
-from tezo.runs.resuming import resume_command
+from tezo.runs.files import resume_line_of
 from tezo.system.errors import RequestError
 
 PROMPTS = [row["prompt"] for row in completion_rows(8)]
@@ -117,7 +117,7 @@ def test_the_line_that_goes_on_with_a_run_has_its_reward(home, tmp_path):
         == 0
     )
     line = f"tezo train --output '{run}' --resume --reward FILE.py:FUNCTION"
-    assert resume_command(run) == line
+    assert resume_line_of(run) == line
     (run / "config.yaml").write_text((run / "config.yaml").read_text() + "\n")
     refused(command("export", run, "--output", tmp_path / "export"), line)
     (run / "manifest.json").unlink()

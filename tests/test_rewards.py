@@ -1,6 +1,7 @@
 """Rewards: a scorer of completions as the objective, from the first evaluation to a replay that needs no scorer."""
 
 import functools
+import itertools
 import json
 from dataclasses import replace
 
@@ -24,7 +25,9 @@ import tezo as library
 from tezo.methods import METHODS
 from tezo.report.charts import loss_charts
 from tezo.report.tables import row_loss, step_loss
+from tezo.runs.folder import LOG
 from tezo.runs.reader import read_run
+from tezo.runs.step_log import read_log
 from tezo.runs.words import change_text, metric_text
 from tezo.system.errors import RequestError
 from tezo.tasks import scoring_processes as scoring
@@ -359,6 +362,69 @@ def test_a_scorer_that_changes_the_working_folder_moves_nothing(home, tmp_path, 
     assert run.evaluate()["reward"] == after["reward"] == run.summary["after"]["reward"]
     assert run.export(tmp_path / "adapter").is_dir()
     run.close()
+
+
+def plan_of(*evaluations):
+    """Scores of the dev rows in each evaluation, whatever the model writes; of training rows by what it writes."""
+    values = itertools.chain(*evaluations)
+
+    def scorer(prompt, completion, row):
+        return short_words(prompt, completion, {"most": 3}) if row["most"] is None else next(values)
+
+    return scorer
+
+
+def planned(home, scorer, **more):
+    train, dev = ([row["prompt"] for row in completion_rows(4, seed)] for seed in (0, 1))
+    return library.train(
+        home / "opt", [{"prompt": text, "most": None} for text in train],
+        dev=[{"prompt": text, "most": i} for i, text in enumerate(dev)], reward=scorer, method="mezo", steps=2,
+        batch_size=4, lr=1e-3, max_new_tokens=4, eval_every=1, progress=False, **more,
+    )  # fmt: skip
+
+
+ALL, SOME, LAST = [0.0, 1.0, 2.0, 3.0], [None, None, 1.9, 2.9], [0.1, 1.1, 2.1, 3.1]
+
+
+def test_states_are_compared_on_the_prompts_that_have_scores_in_both(home, tmp_path):
+    run = planned(home, plan_of(ALL, SOME, LAST, LAST), output=tmp_path / "run")
+    dev = {line["step"]: line["reward"] for line in run.metrics if line.get("split") == "dev"}
+    assert dev[1] > dev[2] > run.summary["before"]["reward"]  # the means of what is there would keep step 1
+    assert run.summary["kept_step"] == 2 and run.summary["in_common"] == {}
+    assert "the dev reward was 1.5000 and is 1.6000, within the noise of 4 rows" in run.summary["verdict"]
+    run.close()
+    run = planned(home, plan_of(SOME, LAST, ALL, LAST))
+    assert run.summary["kept_step"] == 1  # a mean of two rows is no bar for one of four
+    common = {"rows": 2, "of": 4, "before": -2.4, "after": pytest.approx(-2.6)}
+    assert run.summary["in_common"] == {"dev": common, "test": common}
+    assert "the dev reward was 2.4000 and is 2.6000, within the noise" in run.summary["verdict"]
+    assert "compares the rows that have a score in both: 2 of 4 dev rows." in run.summary["verdict"]
+    run.close()
+
+
+def test_a_state_without_a_prompt_in_common_with_the_best_is_no_better(home):
+    first = [0.0, 1.0, None, None]
+    run = planned(home, plan_of(first, [None, None, 5.0, 6.0], [None, 0.5, 9.0, 9.0], first))
+    assert run.summary["kept_step"] == 0
+    run.close()
+
+
+def test_a_verdict_says_where_nothing_can_be_compared(home):
+    run = planned(home, plan_of(ALL[:2] + [None] * 2, ALL, ALL, [None] * 2 + ALL[2:]), keep_best=False)
+    assert run.summary["in_common"]["test"]["rows"] == 0
+    assert run.summary["verdict"].startswith("No better: ")
+    run.close()
+
+
+def test_a_run_with_missing_scores_goes_on_to_the_bit(home, tmp_path):
+    whole = planned(home, plan_of(ALL, SOME, LAST, LAST), output=tmp_path / "whole")
+    for killed in range(len(entries((tmp_path / "whole/steps.log").read_bytes())) - 1):
+        killed_after(tmp_path / "whole", tmp_path / f"{killed}", killed)
+        known = len(read_log(tmp_path / f"{killed}" / LOG).row_losses)
+        run = planned(home, plan_of(*[ALL, SOME, LAST, LAST][known:]), output=tmp_path / f"{killed}", resume=True)
+        assert contents(run.folder) == contents(whole.folder), killed
+        run.close()
+    whole.close()
 
 
 def test_what_is_no_function_is_refused_before_anything_is_loaded():

@@ -7,6 +7,7 @@ answers.json has what `compare` makes of them.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from tezo.optim.optimizer import PER_EXAMPLE
@@ -35,6 +36,28 @@ MOST_BYTES = 1 << 19
 MOST_CHARACTERS = 600
 """Characters of a text in answers.json; of a longer one its two ends."""
 SHOWN_OF_OUTCOME = 2
+
+
+@dataclass(frozen=True)
+class InCommon:
+    """Two evaluations by a reward, on the rows that have a score in both.
+
+    Attributes:
+        rows: number of these rows.
+        of: number of all rows.
+        before: mean loss of these rows in the first evaluation, NaN where there are none.
+        after: the same in the second.
+    """
+
+    rows: int
+    of: int
+    before: float
+    after: float
+
+    @property
+    def rise(self) -> float:
+        """By how much the second loss is higher."""
+        return self.after - self.before
 
 
 class Evaluations:
@@ -88,7 +111,7 @@ class Evaluations:
             step: number of steps that the kept state has taken.
             chosen: whether these rows chose it among all states that were evaluated.
         """
-        first = self.row_losses.get(("test" if self.job.dev is self.job.test else split, 0))
+        first = self.row_losses.get(self._key(split, 0))
         states = {own[1]: losses for own, losses in self.row_losses.items() if own[0] == split and own[1] > 0}
         if step == 0 and first is not None:
             return {"rows": len(first), "states": len(states), "p": 1.0}
@@ -97,6 +120,19 @@ class Evaluations:
         compared = states if chosen else {step: states[step]}
         p = chance(first, [*compared.values()], [*compared].index(step))
         return {"rows": len(first), "states": len(compared), "p": p}
+
+    def in_common(self, split: str, before: int, after: int) -> InCommon | None:
+        """Compares the evaluations of "dev" or "test" rows after two numbers of steps; None: no score is missing."""
+        first, second = (self.row_losses.get(self._key(split, step), ()) for step in (before, after))
+        if not any(map(math.isnan, (*first, *second))):
+            return None
+        pairs = [pair for pair in zip(first, second, strict=True) if not any(map(math.isnan, pair))]
+        means = [math.fsum(losses) / len(pairs) for losses in zip(*pairs, strict=True)] if pairs else [math.nan] * 2
+        return InCommon(len(pairs), len(first), *means)
+
+    def _key(self, split: str, step: int) -> tuple[str, int]:
+        """Returns the key of an evaluation: dev rows that are the test rows are measured once before the first step."""
+        return ("test" if step == 0 and self.job.dev is self.job.test else split), step
 
     def _of_rows(self, split: str, encoded: Sequence[Encoded]) -> Evaluated:
         held_out = self.job.held_out

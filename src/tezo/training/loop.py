@@ -31,7 +31,7 @@ from tezo.tasks.rewards import GAPS, RewardRows
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits, read_splits
 from tezo.training.data_parallel import check_shareable, shared_rows
-from tezo.training.evaluations import Evaluations, check_objective, compare
+from tezo.training.evaluations import Evaluations, InCommon, check_objective, compare
 from tezo.training.job import Job, check_untuned, plan, prepare, with_settled_scorer
 from tezo.training.listeners import Interruption, Listener, Progress
 from tezo.training.resume import (
@@ -441,6 +441,12 @@ class Loop:
     def _asked_to_stop(self) -> bool:
         return any(listener.wants_stop for listener in self.listeners)
 
+    def _in_common(self, steps: int, kept_step: int) -> dict[str, InCommon]:
+        """Returns split -> the comparison of the evaluations before and after, where scores are missing."""
+        parts = {"test": steps, **({"dev": kept_step} if self.job.dev else {})}
+        found = {split: self.evaluations.in_common(split, 0, last) for split, last in parts.items()}
+        return {split: common for split, common in found.items() if common is not None}
+
     def _finish(
         self,
         steps: int,
@@ -468,6 +474,7 @@ class Loop:
             kept is not None,
             decision.reason if isinstance(decision, Stop) else None,
             self.evaluations.chance(split, kept_step, chosen=kept is not None),
+            self._in_common(steps, kept_step),
         )
         files = self.job.loaded.files
         files.check(by_content=True)

@@ -195,6 +195,8 @@ class History:
     Attributes:
         best: (number of steps, loss) with the lowest loss so far; None before the first evaluation.
         dev_loss: loss on the dev rows after the newest step; None if they were not evaluated then.
+        rise: by how much that is above the loss of the best state before, on the rows whose losses are known for both;
+            NaN: there are none.
         rollbacks: the returns so far.
     """
 
@@ -213,6 +215,7 @@ class History:
         self.steps = 0
         self.best: tuple[int, float] | None = None
         self.dev_loss: float | None = None
+        self.rise = math.nan
         self.rollbacks: list[Rollback] = []
         self.guard = Guard(settings.num_steps)
         self.have_risen = False
@@ -252,12 +255,19 @@ class History:
         losses, self.losses = self.losses, []
         return sum(losses) / len(losses) if losses else math.inf
 
-    def add_loss(self, loss: float) -> bool:
-        """Takes in a loss of the present state; returns whether it is the lowest so far."""
+    def add_loss(self, loss: float, rise: float | None = None) -> bool:
+        """Takes in a loss of the present state; returns whether it is the lowest so far.
+
+        Args:
+            loss: of all rows whose losses are known.
+            rise: see `History.rise`; None: the same rows are known for all states.
+        """
         if math.isfinite(loss) and (self.gain is None or loss < (1 - IDLE_GAIN) * self.gain[1]):
             self.gain = self.steps, loss
-        if self.best is not None and not loss < self.best[1]:
-            return False
+        if self.best is not None:
+            self.rise = loss - self.best[1] if rise is None else rise
+            if not self.rise < 0:
+                return False
         self.best = self.steps, loss
         return True
 
@@ -303,7 +313,7 @@ def _is_idle(history: History) -> bool:
 def _reason(history: History) -> str | None:
     """Returns why a run should return to its best state; None if it should go on."""
     assert history.best is not None
-    settings, steps, (best, lowest) = history.settings, history.steps, history.best
+    settings, steps, (best, _) = history.settings, history.steps, history.best
     if best == steps:
         return None
     dev_loss = history.dev_loss if settings.chooses_by_dev_rows else None
@@ -315,7 +325,7 @@ def _reason(history: History) -> str | None:
         return STEPS_ROSE
     if dev_loss is None:
         return None
-    if history.guard.is_above(dev_loss - lowest, settings.rows_per_step / history.dev_rows):
+    if history.guard.is_above(history.rise, settings.rows_per_step / history.dev_rows):
         return DEV_ROSE
     start = max([best, history.patient_from, *(rollback.step for rollback in history.rollbacks)])
     every = history.every or 1
@@ -389,17 +399,20 @@ class BestState:
         """
         history = self.history
         loss: float | None
+        rise: float | None = None
         if self._is_due(last=last):
             if before is not None and self.job.dev is self.job.test:
                 loss = before["loss"]
             else:
                 with current().phase(BETWEEN):
                     loss = self.evaluations.of("dev", history.steps)["loss"]
-            (loss,) = self.processes.first([loss])
+            best, lowest = history.best or (history.steps, loss)
+            common = self.evaluations.in_common("dev", best, history.steps)
+            loss, rise = self.processes.first([loss, loss - lowest if common is None else common.rise])
             history.dev_loss = loss
         else:
             loss = history.mean_of_steps()
-        if loss is not None and history.add_loss(loss):
+        if loss is not None and history.add_loss(loss, rise):
             keeps = self.settings.guard or self.settings.keep_best
             self.tensors = self.job.optimizer.tuned_state() if keeps else None
 

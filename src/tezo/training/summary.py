@@ -22,6 +22,7 @@ from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.paired import LEVEL
 from tezo.tasks.scoring import MISSING_SCORES, REWARD
 from tezo.tasks.untuned import BIAS, PROBE
+from tezo.training.evaluations import InCommon
 from tezo.training.job import Job, parameter_counts, plan
 from tezo.training.settings import Config, to_tree
 from tezo.training.stopping import ENDED, IDLE
@@ -50,6 +51,14 @@ def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
     rewarded = REWARD in summary["after"]  # then the loss is minus the reward
     figure, better, worse = ("reward", "rose from", "fell from") if rewarded else ("loss", "fell from", "rose from")
     first, last = summary["before"]["loss"], summary["after"]["loss"]
+    common = summary.get("in_common", {})
+    if "test" in common:
+        first, last = common["test"]["before"], common["test"]["after"]
+    compared = common.get("test" if summary["dev_loss"] is None else "dev")
+    if compared is not None:
+        before, after = compared["before"], compared["after"]
+        if compared["rows"] == 0:
+            return f"{NO_BETTER}: no {rows} row has a score both before and after. Mend the scorer."
     start, end, first_text, last_text = (f"{-loss if rewarded else loss:.4f}" for loss in (before, after, first, last))
     chance, idle = summary["chance"], summary["stopped"] == IDLE
     advice = _ended(summary, planned_steps) if idle else _after_no_gain(summary, lr, rewarded=rewarded)
@@ -144,10 +153,12 @@ def forgetting(summary: Mapping[str, Any]) -> str:
 def missing_scores(summary: Mapping[str, Any]) -> str:
     """Returns a sentence on answers that have no score, where there are any."""
     shares = [summary[when].get(MISSING_SCORES, 0.0) for when in ("before", "after")]
-    if not any(shares):
-        return ""
+    counts = {"dev" if summary["rows"]["test"] == 0 else split: own for split, own in summary["in_common"].items()}
+    common = [f"{own['rows']} of {own['of']} {split} rows" for split, own in counts.items()]
     before, after = (metric_text(MISSING_SCORES, share) for share in shares)
-    return f"Of the scores {before} are missing before and {after} after: the two means are of different answers."
+    differ = f"Of the scores {before} are missing before and {after} after: the two means are of different answers."
+    compared = f"The verdict compares the rows that have a score in both: {', '.join(common)}."
+    return " ".join([differ] * any(shares) + [compared] * bool(common))
 
 
 @dataclass(frozen=True)
@@ -166,6 +177,7 @@ class Outcome:
         chosen: whether the step was kept for its loss on the dev rows.
         stopped: key of `tezo.training.stopping.ENDED` for which the run ended before its last step, or None.
         chance: see `Evaluations.chance`; of the dev rows, or of the test rows where there are none.
+        in_common: split -> the losses of its rows before and after that have a score in both; empty where none misses.
     """
 
     steps: int
@@ -182,6 +194,7 @@ class Outcome:
     chosen: bool
     stopped: str | None
     chance: Mapping[str, Any] | None
+    in_common: Mapping[str, InCommon]
 
 
 def row_counts(job: Job) -> dict[str, int]:
@@ -231,6 +244,7 @@ def summarize(
         "rollbacks": [asdict(rollback) for rollback in outcome.rollbacks],
         "stopped": outcome.stopped,
         "chance": outcome.chance,
+        "in_common": {split: asdict(common) for split, common in outcome.in_common.items()},
         "phases": phases,
         "batch_size": train.rows_per_step,
         "num_forward_passes": optimizer.num_forward_passes,
