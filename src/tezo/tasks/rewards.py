@@ -1,8 +1,9 @@
 """Rewards: any function that scores a completion, as what a run maximises."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from shlex import quote
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from tezo.tasks.scoring_processes import Processes
 MOST_WRITING = 128
 """Completions that are written side by side in torch, at most: those of several models to the same prompts."""
 
+FAILED = "failed"
+"""The key of an answer whose scorer failed, and ended the run: the reason."""
 MISSING, LACKING = "missing", "lacking"
 GAPS = {
     MISSING: "scores are missing, and left out of the means",
@@ -33,6 +36,18 @@ GAPS = {
 
 EVALUATION = -1
 """The step whose random numbers evaluations sample with, always the same."""
+
+
+class ScorerError(RequestError):
+    """A scorer gave no score for any of several answers, which ends a run.
+
+    Attributes:
+        lines: JSON for each answer, with `FAILED`, the reason.
+    """
+
+    def __init__(self, message: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(message)
+        self.lines = lines
 
 
 @dataclass(frozen=True)
@@ -94,6 +109,13 @@ class Reward:
             (tokens,) = continuations(model, objective, encoded, batch_size, self.max_new_tokens, sampling, 1)
         return tokens
 
+    def scores(self, samples: Sequence[Sample]) -> list[Scored]:
+        """Returns the score of each sample, missing ones among them, where the scorer is called."""
+        if self.processes is None:
+            return scored(self.score, samples)
+        assert not isinstance(self.score, tuple)  # objects have no processes
+        return self.processes.scored(samples, batch=takes_batch(self.score))
+
     def scored(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int, copies: int
     ) -> list[tuple[list[str], list[Scored]]]:
@@ -105,21 +127,23 @@ class Reward:
         sampling, longest = self.sampling(step), self.max_new_tokens
         every = continuations(model, objective, encoded, batch_size, longest, sampling, copies)
         samples = [
-            Sample(e.example.prompt, text.strip(), dict(e.example.fields), e.example.where, e.example.messages)
+            sample_of(e, text.strip())
             for written in every
             for e, text in zip(encoded, texts_of(objective, encoded, written), strict=True)
         ]
-        if self.processes is None:
-            found = scored(self.score, samples)
-        else:
-            assert not isinstance(self.score, tuple)
-            found = self.processes.scored(samples, batch=takes_batch(self.score))
+        found = self.scores(samples)
         failures = [(own.failure, s.where) for own, s in zip(found, samples, strict=True) if own.failure is not None]
         if len(failures) == len(found):
             why, where = failures[0]
-            raise RequestError(
+            way = f"--resume --reward {quote(self.name)}" if self.in_file else "reward=... and resume=True"
+            lines = [
+                {"row": s.where, "completion": s.completion, "score": None, FAILED: own.failure}
+                for own, s in zip(found, samples, strict=True)
+            ]
+            raise ScorerError(
                 f"train.reward: {self.name} gave none of {len(found)} scores; for {where} it {why}. Mend it; a run "
-                "that has begun goes on with --resume."
+                f"that has begun goes on with {way}.",
+                lines,
             )
         if failures:
             self.gaps.setdefault(MISSING, f"{self.name} {failures[0][0]} for {failures[0][1]}")
@@ -130,6 +154,12 @@ class Reward:
         return [
             ([s.completion for s in samples[i : i + size]], found[i : i + size]) for i in range(0, len(found), size)
         ]
+
+
+def sample_of(encoded: Encoded, completion: str) -> Sample:
+    """Returns a completion of the prompt of an example of `prompt_of`, to be scored."""
+    example = encoded.example
+    return Sample(example.prompt, completion, dict(example.fields), example.where, example.messages)
 
 
 class RewardRows(RowLosses):

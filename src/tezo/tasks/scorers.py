@@ -39,7 +39,7 @@ def load_score(text: str) -> tuple[Score, Identity]:
     score = getattr(module, name, None)
     if not callable(score):
         raise RequestError(f"train.reward: {path} has no function {name!r}; define it there.")
-    return score, identity_of_file(path)
+    return score, identity_of_file(path, name)
 
 
 def as_scorer(given: Any) -> Score | str | None:

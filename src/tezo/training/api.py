@@ -58,6 +58,7 @@ def train(
     dev: Rows | None = None,
     test: Rows | None = None,
     resume: bool = False,
+    accept_scorer: bool = False,
     listeners: Sequence[Listener] = (),
     progress: bool = True,
     settings: Mapping[str, Any] | None = None,
@@ -85,6 +86,7 @@ def train(
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Objects must be given again, a model with the weights that the run began with. With another number of
             `steps` the run has these from then on, also where it had ended.
+        accept_scorer: whether a run may go on with another `reward` than before; its log, summary and card say so.
         listeners: told of every step and evaluation; `tezo.trainer.callbacks` has one for those of
             transformers.
         progress: whether standard error shows what the run does: a line that is overwritten on a terminal and in a
@@ -126,7 +128,9 @@ def train(
         watcher = _Watcher()
         told = [*(listeners or ()), *([] if line is None else [Screen(line)]), watcher]
         try:
-            summary = loop.train(config, folder, told, resume=resume, loaded=base, rows=rows, score=score)
+            summary = loop.train(
+                config, folder, told, resume=resume, loaded=base, rows=rows, score=score, accept_scorer=accept_scorer
+            )
         except BaseException as error:
             if output is None:
                 _leave(folder, error)

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
@@ -191,6 +191,7 @@ class History:
         dev_rows: number of dev rows; 0: there are none.
         idle_steps: idle steps in a row that end a run, see `BaseOptimizer.idle_steps`; None: none do.
         totals: the numbers of steps that the user gave the run after its start.
+        scorers: numbers of steps after which the run went on with a scorer that gives other scores.
 
     Attributes:
         best: (number of steps, loss) with the lowest loss so far; None before the first evaluation.
@@ -206,11 +207,13 @@ class History:
         dev_rows: int,
         idle_steps: int | None = None,
         totals: Sequence[NewTotal] = (),
+        scorers: Collection[int] = (),
     ) -> None:
         self.settings = settings
         self.dev_rows = dev_rows
         self.idle_steps = idle_steps
         self.totals = totals
+        self.scorers = scorers
         self.every = interval(settings.eval_every, settings) if dev_rows else 0
         self.steps = 0
         self.best: tuple[int, float] | None = None
@@ -243,6 +246,8 @@ class History:
         self.steps = record.step + 1
         self.dev_loss = None
         if self.settings.guard:
+            if record.step in self.scorers:  # losses by two scorers are not compared
+                self.guard.restart(keep_lowest=False)
             self.have_risen = self.guard.add(record.loss)
             self.idle = self.idle + 1 if record.is_idle else 0
             self.losses.append(record.loss)
@@ -381,6 +386,7 @@ class BestState:
         """Takes in what there is of the run, before its first step here."""
         self._resumed = resumed
         self.history.totals = resumed.totals
+        self.history.scorers = {change.step for change in resumed.scorers if change.answers is None}
 
     def _is_due(self, *, last: bool) -> bool:
         """Whether the dev rows are evaluated now, or were."""
@@ -408,7 +414,11 @@ class BestState:
                     loss = self.evaluations.of("dev", history.steps)["loss"]
             best, lowest = history.best or (history.steps, loss)
             common = self.evaluations.in_common("dev", best, history.steps)
-            loss, rise = self.processes.first([loss, loss - lowest if common is None else common.rise])
+            if not self.evaluations.by_one_scorer("dev", best, history.steps):
+                rise = -math.inf
+            else:
+                rise = loss - lowest if common is None else common.rise
+            loss, rise = self.processes.first([loss, rise])
             history.dev_loss = loss
         else:
             loss = history.mean_of_steps()
