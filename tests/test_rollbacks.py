@@ -142,6 +142,7 @@ def added(events: History, losses: list[float]) -> History:
 def decided(events: History, best: tuple[int, float] = BEST, dev_loss: float | None = None) -> str | None:
     """The reason for which a run goes back or ends; None: it goes on."""
     events.best, events.dev_loss = best, dev_loss
+    events.rise = math.nan if dev_loss is None else dev_loss - best[1]
     decision = decide(events)
     assert decide(events) == decision, "a function of the events alone"
     return None if decision == CONTINUE else decision.reason

@@ -8,6 +8,7 @@
             answers to the first of them
     "back": JSON: a return to the parameters after an earlier step (`Rollback`)
     "file": JSON: a file beside the log, with its SHA-256
+    "scor": JSON: another scorer, from the next step on (`ScorerChange`)
     "done": JSON: the end of the run (`End`); nothing but "more" follows it
     "more": JSON: another number of steps for the run, which goes on (`NewTotal`)
 
@@ -33,6 +34,8 @@ from tezo.system.errors import RequestError
 from tezo.system.files import UntrustedError, json_text, lock, open_plain, open_to_read, storing, sync, write_all
 from tezo.tasks.evaluation import Metrics
 
+LOG = "steps.log"
+"""Name of the log in a run folder."""
 MAGIC = b"tezolog5"
 SYNC_EVERY = 10
 """Number of steps between forced writes to disk: the most that a power cut loses. A killed process loses none."""
@@ -44,7 +47,8 @@ MOST_SEARCH = 1 << 28
 """Maximum number of bytes that are searched for a valid entry after an invalid one."""
 
 _STEP, _EVALUATION, _FILE, _ROLLBACK, _END, _TOTAL = b"step", b"eval", b"file", b"back", b"done", b"more"
-_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE, _ROLLBACK, _END, _TOTAL)))
+_SCORER = b"scor"
+_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE, _ROLLBACK, _END, _TOTAL, _SCORER)))
 _LENGTH, _CRC, _PROBE = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<ddd")
 _ENTRY, _FIXED = struct.Struct("<4sI"), struct.Struct("<QddIII")
 
@@ -60,6 +64,22 @@ class Rollback:
     to: int
     lr_scale: float
     reason: str
+
+
+@dataclass(frozen=True)
+class ScorerChange:
+    """A run by a reward went on, after `step` steps, with another scorer than before.
+
+    Attributes:
+        name: of the scorer.
+        scorer: its identity, as JSON.
+        answers: logged answers that it gave the same scores again; None: it was accepted by the user.
+    """
+
+    step: int
+    name: str
+    scorer: dict[str, Any]
+    answers: int | None
 
 
 @dataclass(frozen=True)
@@ -100,6 +120,8 @@ class LogContents:
         files: name -> SHA-256, in hexadecimal.
         rollbacks: number of steps taken -> the return after them.
         totals: changes of the number of steps, in their order.
+        scorers: changes of the scorer, in their order.
+        earlier: (split, step) of the evaluations by another scorer than the last, which gave other scores.
         end: None: the run has not ended, or goes on.
     """
 
@@ -114,12 +136,20 @@ class LogContents:
     files: dict[str, str] = field(default_factory=dict)
     rollbacks: dict[int, Rollback] = field(default_factory=dict)
     totals: list[NewTotal] = field(default_factory=list)
+    scorers: list[ScorerChange] = field(default_factory=list)
+    earlier: set[tuple[str, int]] = field(default_factory=set)
     end: End | None = None
 
     @property
     def has_checksums(self) -> bool:
         """Whether each line of the files beside the log has a checksum: those of earlier versions have none."""
         return self.header.get("checksums") is True
+
+    def add_scorer(self, change: ScorerChange) -> None:
+        """Takes in a change of the scorer, after all entries so far."""
+        self.scorers.append(change)
+        if change.answers is None:
+            self.earlier.update(self.evaluations)
 
 
 def read_log(path: Path) -> LogContents:
@@ -263,6 +293,12 @@ def _add(contents: LogContents, kind: bytes, content: bytes) -> None:
             raise ValueError
         contents.totals.append(total)
         contents.end = None
+    elif kind == _SCORER:
+        count = None if entry["answers"] is None else int(entry["answers"])
+        change = ScorerChange(int(entry["step"]), str(entry["name"]), dict(entry["scorer"]), count)
+        if change.step != len(contents.steps):
+            raise ValueError
+        contents.add_scorer(change)
     else:
         end = End(int(entry["steps"]), int(entry["kept"]))
         if not 0 <= end.kept <= end.steps == len(contents.steps):
@@ -356,6 +392,11 @@ class StepLog:
         if rollback.step not in self._rolled_back:
             self._append(_ROLLBACK, json_text(asdict(rollback)).encode())
             self._rolled_back.add(rollback.step)
+
+    def append_scorer(self, change: ScorerChange) -> None:
+        """Adds a change of the scorer."""
+        self._append(_SCORER, json_text(asdict(change)).encode(errors="surrogatepass"))
+        self.contents.add_scorer(change)
 
     def append_file(self, name: str, sha256: str) -> None:
         """Adds the digest of a file, if it is not there already."""

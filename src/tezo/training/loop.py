@@ -27,17 +27,23 @@ from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
 from tezo.system.progress import AFTER, BEFORE, BETWEEN, FILES, OBJECTIVE, OPENING, SAVING, STEPS, current, metered
 from tezo.tasks.evaluation import Metrics
-from tezo.tasks.rewards import RewardRows
+from tezo.tasks.rewards import GAPS, RewardRows, ScorerError
+from tezo.tasks.scorers import identity
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits, read_splits
 from tezo.training.data_parallel import check_shareable, shared_rows
-from tezo.training.evaluations import Evaluations, check_objective, compare
+from tezo.training.evaluations import Evaluations, InCommon, check_objective, compare
 from tezo.training.job import Job, check_untuned, plan, prepare, with_settled_scorer
 from tezo.training.listeners import Interruption, Listener, Progress
 from tezo.training.resume import (
+    as_json,
+    change_texts,
+    changed_scorer,
     check_given,
     check_same,
+    check_scorer,
     check_unchanged,
+    check_word,
     in_words,
     log_header,
     new_total,
@@ -61,6 +67,7 @@ def train(
     loaded: LoadedModel | None = None,
     rows: Splits | None = None,
     score: Score | None = None,
+    accept_scorer: bool = False,
 ) -> dict[str, Any]:
     """Runs a configuration from start to end; returns the summary that is also in `output`/summary.json.
 
@@ -73,6 +80,7 @@ def train(
         loaded: a model that is in memory, see `prepare`.
         rows: rows that are in memory, see `prepare`.
         score: scorer of completions that is an object, see `prepare`.
+        accept_scorer: whether a run may go on with another scorer than before; its log, summary and card say so.
 
     Raises:
         RequestError: the request is wrong; nothing has been written.
@@ -85,7 +93,8 @@ def train(
     folder = RunFolder(output, writes=processes.is_first)
     with metered() as meter, meter.telling(listener.working for listener in listeners):
         try:
-            processes.check_same({"resume": resume, **request_of(config)})
+            processes.check_same({"resume": resume, "accept_scorer": accept_scorer, **request_of(config)})
+            check_word(config, resume=resume, accept_scorer=accept_scorer)
             config = with_absolute_paths(config)
             with processes.together("use the run folder"):
                 folder.check_free(resume=resume)
@@ -95,8 +104,10 @@ def train(
                     folder.check_ended()
                 begun = begun or LogContents()
                 check_unchanged(read_config(output / CONFIG, []), config, begun.header.get("stepped_rows"))
+                check_given(begun.header, rows or read_splits(config.data), loaded)
                 named = None if config.train.reward == IN_MEMORY else config.train.reward
-                check_given(begun.header, rows or read_splits(config.data), named if score is None else score, loaded)
+                if (scorer := named if score is None else score) is not None:
+                    check_scorer(begun, identity(scorer).to_json())
                 if new_total(begun, with_choices_of(begun, config).train.steps) is None:
                     return summary
             if resume and is_replayed(output):
@@ -117,7 +128,7 @@ def train(
                 )  # trials may be rounded otherwise here
                 processes.check_same(shared_header(job))
                 with Interruption() as interruption:
-                    return Loop(job, folder, listeners, interruption, processes).run()
+                    return Loop(job, folder, listeners, interruption, processes, accept_scorer=accept_scorer).run()
             except BaseException:
                 if loaded is not None:
                     job.optimizer.close()  # the model is the caller's, and free again
@@ -145,8 +156,8 @@ class _OfThisBase:
         self._store.save(kind, step, stored)
 
 
-MISSING, ALIKE = "missing", "alike"
-"""What is said of scores once in a run."""
+ALIKE = "alike"
+"""What is said of scores once in a run, beside each kind of `GAPS`."""
 CHECKED_ROWS = 8
 """Training rows that tell whether an objective can be measured; one of them may lack a score."""
 COMPARE_EVERY = 100
@@ -162,6 +173,7 @@ class Loop:
         listeners: told of everything, in order, after the folder has it.
         interruption: whether the process was asked to end.
         processes: that share the run.
+        accept_scorer: whether the run may go on with another scorer than before.
     """
 
     def __init__(
@@ -171,8 +183,11 @@ class Loop:
         listeners: Sequence[Listener],
         interruption: Interruption,
         processes: ProcessGroup,
+        *,
+        accept_scorer: bool = False,
     ) -> None:
         self.job = job
+        self.accept_scorer = accept_scorer
         self.meter = current()
         self.settings = job.config.train
         self.folder = folder
@@ -192,6 +207,9 @@ class Loop:
         """Everything, from the first evaluation to the saved result."""
         try:
             return self._run()
+        except ScorerError as error:
+            self.folder.append_failed(error.lines)
+            raise
         finally:
             self.folder.close()
             if self.job.reward is not None and self.job.reward.processes is not None:
@@ -208,6 +226,7 @@ class Loop:
         self.evaluations.known = dict(self.resumed.evaluations)
         self.evaluations.answers = dict(self.resumed.answers)
         self.evaluations.row_losses = dict(self.resumed.row_losses)
+        self.evaluations.earlier = frozenset(self.resumed.earlier)
         self.best.begin(self.resumed)
         unfit = reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint")
         with unfit, self.meter.phase(OPENING):
@@ -247,6 +266,10 @@ class Loop:
         }  # here: ranks need not say the same of what they measured
         state = self.folder.open(header)
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
+        change = changed_scorer(job, state, self.folder, accepted=self.accept_scorer) if state.begun else None
+        if change is not None:
+            self.folder.append_scorer(change)
+        notices += [f"train.reward: {text}" for text in change_texts(as_json(state.scorers))]
         if state.begun and (total := new_total(state, self.settings.num_steps)) is not None:
             self.folder.append_total(total)
             state = replace(state, totals=[*state.totals, total], end=None)
@@ -414,9 +437,10 @@ class Loop:
     def _warn_of_scores(self, rows: RewardRows, step: int) -> None:
         """Says, once each, that scores are missing, and that a step learnt nothing because all models scored alike."""
         reward = self.job.reward
-        if reward is not None and reward.missing and MISSING not in self._said:
-            self._said.add(MISSING)
-            self._warn(f"scores are missing, and left out of the means, from step {step} on: {reward.missing[0]}.")
+        for kind, reason in reward.gaps.items() if reward is not None else ():
+            if kind not in self._said:
+                self._said.add(kind)
+                self._warn(f"{GAPS[kind]}, from step {step} on: {reason}.")
         if rows.all_alike and ALIKE not in self._said:
             self._said.add(ALIKE)
             nothing = "every model scored alike on each prompt, so that there is nothing to learn from"
@@ -439,6 +463,12 @@ class Loop:
 
     def _asked_to_stop(self) -> bool:
         return any(listener.wants_stop for listener in self.listeners)
+
+    def _in_common(self, steps: int, kept_step: int) -> dict[str, InCommon]:
+        """Returns split -> the comparison of the evaluations before and after, where scores are missing."""
+        parts = {"test": steps, **({"dev": kept_step} if self.job.dev else {})}
+        found = {split: self.evaluations.in_common(split, 0, last) for split, last in parts.items()}
+        return {split: common for split, common in found.items() if common is not None}
 
     def _finish(
         self,
@@ -467,6 +497,9 @@ class Loop:
             kept is not None,
             decision.reason if isinstance(decision, Stop) else None,
             self.evaluations.chance(split, kept_step, chosen=kept is not None),
+            self._in_common(steps, kept_step),
+            self.resumed.scorers,
+            self.evaluations.by_one_scorer("test", 0, steps),
         )
         files = self.job.loaded.files
         files.check(by_content=True)
@@ -474,7 +507,8 @@ class Loop:
         # in this order: saving a whole model merges the change into it
         job = self.job
         prompt = prompt_text(job.config, job.loaded.kind)
-        tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after, prompt)
+        remarks = change_texts(as_json(self.resumed.scorers))
+        tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after, prompt, remarks)
         with self.meter.phase(SAVING), files.unchanged():
             result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))

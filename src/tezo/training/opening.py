@@ -23,6 +23,7 @@ from tezo.system.progress import ENCODING, FILES, current, tracked
 from tezo.tasks.evaluation import Metrics, measure, predict
 from tezo.tasks.examples import Row
 from tezo.tasks.notices import token_notices
+from tezo.tasks.rewards import GAPS
 from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import NO_ROWS, digest_of, rows_to_report
@@ -260,8 +261,8 @@ def measure_rows(
     finally:
         if reward is not None and reward.processes is not None:
             reward.processes.close()
-    missing = reward.missing if reward is not None else []
-    said = [*notices, *(f"scores are missing, and left out of the means: {reason}." for reason in missing)]
+    gaps = reward.gaps if reward is not None else {}
+    said = [*notices, *(f"{GAPS[kind]}: {reason}." for kind, reason in gaps.items())]
     return metrics, [*said, f"the {by_reward}"] if untold else said
 
 

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
@@ -191,10 +191,13 @@ class History:
         dev_rows: number of dev rows; 0: there are none.
         idle_steps: idle steps in a row that end a run, see `BaseOptimizer.idle_steps`; None: none do.
         totals: the numbers of steps that the user gave the run after its start.
+        scorers: numbers of steps after which the run went on with a scorer that gives other scores.
 
     Attributes:
         best: (number of steps, loss) with the lowest loss so far; None before the first evaluation.
         dev_loss: loss on the dev rows after the newest step; None if they were not evaluated then.
+        rise: by how much that is above the loss of the best state before, on the rows whose losses are known for both;
+            NaN: there are none.
         rollbacks: the returns so far.
     """
 
@@ -204,15 +207,18 @@ class History:
         dev_rows: int,
         idle_steps: int | None = None,
         totals: Sequence[NewTotal] = (),
+        scorers: Collection[int] = (),
     ) -> None:
         self.settings = settings
         self.dev_rows = dev_rows
         self.idle_steps = idle_steps
         self.totals = totals
+        self.scorers = scorers
         self.every = interval(settings.eval_every, settings) if dev_rows else 0
         self.steps = 0
         self.best: tuple[int, float] | None = None
         self.dev_loss: float | None = None
+        self.rise = math.nan
         self.rollbacks: list[Rollback] = []
         self.guard = Guard(settings.num_steps)
         self.have_risen = False
@@ -240,6 +246,8 @@ class History:
         self.steps = record.step + 1
         self.dev_loss = None
         if self.settings.guard:
+            if record.step in self.scorers:  # losses by two scorers are not compared
+                self.guard.restart(keep_lowest=False)
             self.have_risen = self.guard.add(record.loss)
             self.idle = self.idle + 1 if record.is_idle else 0
             self.losses.append(record.loss)
@@ -252,12 +260,19 @@ class History:
         losses, self.losses = self.losses, []
         return sum(losses) / len(losses) if losses else math.inf
 
-    def add_loss(self, loss: float) -> bool:
-        """Takes in a loss of the present state; returns whether it is the lowest so far."""
+    def add_loss(self, loss: float, rise: float | None = None) -> bool:
+        """Takes in a loss of the present state; returns whether it is the lowest so far.
+
+        Args:
+            loss: of all rows whose losses are known.
+            rise: see `History.rise`; None: the same rows are known for all states.
+        """
         if math.isfinite(loss) and (self.gain is None or loss < (1 - IDLE_GAIN) * self.gain[1]):
             self.gain = self.steps, loss
-        if self.best is not None and not loss < self.best[1]:
-            return False
+        if self.best is not None:
+            self.rise = loss - self.best[1] if rise is None else rise
+            if not self.rise < 0:
+                return False
         self.best = self.steps, loss
         return True
 
@@ -303,7 +318,7 @@ def _is_idle(history: History) -> bool:
 def _reason(history: History) -> str | None:
     """Returns why a run should return to its best state; None if it should go on."""
     assert history.best is not None
-    settings, steps, (best, lowest) = history.settings, history.steps, history.best
+    settings, steps, (best, _) = history.settings, history.steps, history.best
     if best == steps:
         return None
     dev_loss = history.dev_loss if settings.chooses_by_dev_rows else None
@@ -315,7 +330,7 @@ def _reason(history: History) -> str | None:
         return STEPS_ROSE
     if dev_loss is None:
         return None
-    if history.guard.is_above(dev_loss - lowest, settings.rows_per_step / history.dev_rows):
+    if history.guard.is_above(history.rise, settings.rows_per_step / history.dev_rows):
         return DEV_ROSE
     start = max([best, history.patient_from, *(rollback.step for rollback in history.rollbacks)])
     every = history.every or 1
@@ -371,6 +386,7 @@ class BestState:
         """Takes in what there is of the run, before its first step here."""
         self._resumed = resumed
         self.history.totals = resumed.totals
+        self.history.scorers = {change.step for change in resumed.scorers if change.answers is None}
 
     def _is_due(self, *, last: bool) -> bool:
         """Whether the dev rows are evaluated now, or were."""
@@ -389,17 +405,24 @@ class BestState:
         """
         history = self.history
         loss: float | None
+        rise: float | None = None
         if self._is_due(last=last):
             if before is not None and self.job.dev is self.job.test:
                 loss = before["loss"]
             else:
                 with current().phase(BETWEEN):
                     loss = self.evaluations.of("dev", history.steps)["loss"]
-            (loss,) = self.processes.first([loss])
+            best, lowest = history.best or (history.steps, loss)
+            common = self.evaluations.in_common("dev", best, history.steps)
+            if not self.evaluations.by_one_scorer("dev", best, history.steps):
+                rise = -math.inf
+            else:
+                rise = loss - lowest if common is None else common.rise
+            loss, rise = self.processes.first([loss, rise])
             history.dev_loss = loss
         else:
             loss = history.mean_of_steps()
-        if loss is not None and history.add_loss(loss):
+        if loss is not None and history.add_loss(loss, rise):
             keeps = self.settings.guard or self.settings.keep_best
             self.tensors = self.job.optimizer.tuned_state() if keeps else None
 
