@@ -110,8 +110,10 @@ def storing(path: Path) -> Iterator[None]:
         number = getattr(error, "errno", None) or (int(named[1]) if named else None)
         if number is None and not isinstance(error, OSError | SafetensorError):
             raise
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if number in (errno.ENOSPC, errno.EDQUOT):
             reason = "the disk is full; free some space, then start again (a run with --resume)"
+        elif number == errno.EFBIG:
+            reason = "it exceeds the limit of a file (ulimit -f); raise that, then start again (a run with --resume)"
         elif number in (errno.ENOENT, errno.ENOTDIR):
             reason = "its folder is gone; restore it, then start again (a run with --resume)"
         else:
