@@ -24,14 +24,23 @@ import re
 import struct
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tezo.optim.estimators.estimate import MOST_DIRECTIONS, Probe, StepRecord
 from tezo.system.errors import RequestError
-from tezo.system.files import UntrustedError, json_text, lock, open_plain, open_to_read, storing, sync, write_all
+from tezo.system.files import (
+    UntrustedError,
+    json_text,
+    lock,
+    open_plain,
+    open_to_read,
+    storing,
+    sync,
+    unlock,
+    write_all,
+)
 from tezo.tasks.evaluation import Metrics
 
 LOG = "steps.log"
@@ -323,29 +332,34 @@ class StepLog:
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self.path = path
+        self._lock_file = path.with_name(f".{path.name}.lock")  # Windows lets nobody read a file that is locked itself
         with storing(path):
-            self._file = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            handle = lock(self._lock_file)
+        if handle is None:
+            raise RequestError(
+                f"output: another process is writing {path.parent}; wait for it, or give another --output."
+            )
+        self._lock = handle
         try:
-            self._begin(header)
-            self.contents = read_log(path)
             with storing(path):
-                os.ftruncate(self._file, self.contents.valid)
+                self._file = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            try:
+                self._begin(header)
+                self.contents = read_log(path)
+                with storing(path):
+                    os.ftruncate(self._file, self.contents.valid)
+            except BaseException:
+                os.close(self._file)
+                raise
         except BaseException:
-            os.close(self._file)
+            unlock(self._lock_file, handle)
             raise
         self.count, self._crc = len(self.contents.steps), self.contents.crc
         self._evaluated, self._rolled_back = set(self.contents.evaluations), set(self.contents.rollbacks)
         self._files = dict(self.contents.files)
 
     def _begin(self, header: dict[str, Any]) -> None:
-        """Locks the file, and writes the header of a new one, or of one whose process died while it wrote it."""
-        is_ours = False
-        with suppress(OSError):
-            is_ours = lock(self._file)
-        if not is_ours:
-            raise RequestError(
-                f"output: another process is writing {self.path.parent}; wait for it, or give another --output."
-            )
+        """Writes the header of a new file, or of one whose process died while it wrote it."""
         text = json.dumps(header, sort_keys=True).encode()
         head = MAGIC + _LENGTH.pack(len(text)) + text
         head += _CRC.pack(zlib.crc32(head))
@@ -430,5 +444,6 @@ class StepLog:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Closes the file and its lock."""
+        """Closes the file, and gives its lock back."""
         os.close(self._file)
+        unlock(self._lock_file, self._lock)
