@@ -43,7 +43,7 @@ def train(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(help="What runs the passes: torch, llama.cpp, vllm, or http://HOST:PORT of a vLLM server."),
+        typer.Option(help="What runs the passes: torch, llama.cpp, or http://HOST:PORT of a vLLM server."),
     ] = None,
     quantization: Annotated[str | None, typer.Option(help="Quantization of linear layers: nf4, int8, int8wo.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of directions, data order and sampling.")] = None,
