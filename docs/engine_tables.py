@@ -141,10 +141,11 @@ def levels(task: str) -> str:
     lora = at_best_rate(runs, LORA)[1]
     fitted = {what: _accuracy({"after": ours[0]["untuned"][what]}) for what in ("bias", "probe")}
     said = [
-        f"Accuracy on {ours[0]['rows']['test']} test rows: untuned {_accuracy({'after': ours[0]['before']}):.1f} %,",
-        f"with a bias fitted to each label {fitted['bias']:.1f} %, under a linear probe {fitted['probe']:.1f} %; the",
-        f"default {_middle(_accuracy, ours):.1f} % in {_middle(_passes, ours):.0f} passes of 64 rows, median of",
-        f"{len(ours)} seeds; {LORA} {_middle(_accuracy, lora):.1f} % in {_middle(_passes, lora):.0f} there and back.",
+        f"Accuracy on {ours[0]['rows']['test']} test rows: untuned {_accuracy({'after': ours[0]['before']}):.1f} %;",
+        f"untuned with a fitted bias for each label {fitted['bias']:.1f} %; a linear probe {fitted['probe']:.1f} %;",
+        f"the default {_middle(_accuracy, ours):.1f} % in {_middle(_passes, ours):.0f} passes of 64 rows, the median of",
+        f"{len(ours)} seeds; {LORA} {_middle(_accuracy, lora):.1f} % in {_middle(_passes, lora):.0f} passes, each",
+        "forward and backward.",
         f"`python benchmarks/real_tasks.py`; {machine(lora[0])}.",
     ]
     return " ".join(said) + "\n"
