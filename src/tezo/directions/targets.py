@@ -116,9 +116,9 @@ def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
 
     A subclass may compute something else, so a module qualifies only if its forward is exactly the known function. A
     Linear with a packed weight is an exception: its forward differs only by the packing. So is a subclass of Linear
-    whose overridden forward gives a Linear's output (Falcon's). For an Embedding, the lookup inside the forward is perturbed,
-    so subclasses qualify (OPT's positions add an offset before the lookup, Gemma's embeddings multiply by a factor
-    after it).
+    whose overridden forward gives a Linear's output (Falcon's). For an Embedding, the lookup inside the forward is
+    perturbed, so subclasses qualify (OPT's positions add an offset before the lookup, Gemma's embeddings multiply by a
+    factor after it).
     """
     dimensions = module.get_parameter(attribute).ndim
     packed = isinstance(module, nn.Linear) and is_packed(module.weight)
