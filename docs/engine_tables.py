@@ -84,8 +84,8 @@ def real_tasks() -> str:
     ran = dict.fromkeys(machine(run) for run in found["runs"].values())
     return grid(heads, rows) + (
         f"\n{found['model']} in float32; medians of the seeds; {counts} rows; accuracy of tokens where the rows are "
-        "texts. Of several rates the one of the lowest dev loss. Passes are all but those of evaluations, looks and "
-        "searches among them; LoRA's are forward passes, each with a backward one. `python benchmarks/real_tasks.py`; "
+        "texts. Of several rates, the one with the lowest dev loss. Passes include refreshes and searches, but not "
+        "evaluations; LoRA's are forward passes, each with a backward pass. `python benchmarks/real_tasks.py`; "
         f"{'; '.join(ran)}.\n"
     )
 
@@ -113,7 +113,7 @@ def ablations() -> str:
     every = list(found["runs"].values())
     ran = dict.fromkeys(machine(run) for run in every)
     return grid(heads, rows) + (
-        f"\n{found['model']} in float32, two rounds; medians of the seeds; rows and passes as above. "
+        f"\n{found['model']} in float32, two steps; medians of the seeds; rows and passes as above. "
         f"`python benchmarks/ablations.py`; {'; '.join(ran)}.\n"
     )
 
@@ -146,10 +146,11 @@ def levels(task: str) -> str:
     lora = at_best_rate(runs, LORA)[1]
     fitted = {what: _accuracy({"after": ours[0]["untuned"][what]}) for what in ("bias", "probe")}
     said = [
-        f"Accuracy on {ours[0]['rows']['test']} test rows: untuned {_accuracy({'after': ours[0]['before']}):.1f} %,",
-        f"with a bias fitted to each label {fitted['bias']:.1f} %, under a linear probe {fitted['probe']:.1f} %; the",
-        f"default {_middle(_accuracy, ours):.1f} % in {_middle(_passes, ours):.0f} passes of 64 rows, median of",
-        f"{len(ours)} seeds; {LORA} {_middle(_accuracy, lora):.1f} % in {_middle(_passes, lora):.0f} there and back.",
+        f"Accuracy on {ours[0]['rows']['test']} test rows: untuned {_accuracy({'after': ours[0]['before']}):.1f} %;",
+        f"untuned with a fitted bias for each label {fitted['bias']:.1f} %; a linear probe {fitted['probe']:.1f} %;",
+        f"the default {_middle(_accuracy, ours):.1f} % in {_middle(_passes, ours):.0f} passes of 64 rows, median of",
+        f"{len(ours)} seeds; {LORA} {_middle(_accuracy, lora):.1f} % in {_middle(_passes, lora):.0f} passes, each",
+        "forward and backward.",
         f"`python benchmarks/real_tasks.py`; {machine(lora[0])}.",
     ]
     return " ".join(said) + "\n"

@@ -111,7 +111,7 @@ def newcomer() -> str:
             *(f"{100 * part[metric]:.1f} %" for part in (before, after)),
             run["verdict"],
         ])  # fmt: skip
-    heads = ["model", "method", "rate", "steps", "test loss", "after", "test accuracy", "after", "what the run said"]
+    heads = ["model", "method", "rate", "steps", "test loss", "after", "test accuracy", "after", "verdict of the run"]
     return grid(heads, rows) + f"\nOne seed. `{results['command']}`; {machine(results)}.\n"
 
 
@@ -129,7 +129,7 @@ def real_model() -> str:
         ])  # fmt: skip
     heads = [
         "dtype", "first line", "longest silence", "whole run", "forward passes", "of them for rho", "for the rate",
-        "rho", "highest point / own loss", "test before", "after",
+        "rho", "highest point / unperturbed loss", "test before", "after",
     ]  # fmt: skip
     said = (
         f"{results['rows']['train']} training rows, {results['rows']['dev']} dev, {results['rows']['test']} test, "

@@ -133,7 +133,7 @@ def feedback_memory() -> str:
         rows.append([batch, str(inference["parts"]), *(f"{percent:+.1f} %" for percent in over)])
     return grid(["", "parts of the batch", "two-point step", "feedback step"], rows) + (
         f"\nPeak resident set of a fresh process each, over that of a forward pass; {made['model']}, random weights, "
-        f"`head-feedback` without its look at the inputs. `{made['command']}`; {machine(made)}.\n"
+        f"`head-feedback` without its analysis of the inputs. `{made['command']}`; {machine(made)}.\n"
     )
 
 

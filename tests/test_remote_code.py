@@ -73,9 +73,9 @@ def test_no_command_runs_the_code_because_a_run_folder_says_so(home, tmp_path, m
     run = home / method
     assert "trust_remote_code: true" in (run / "config.yaml").read_text()
     for name, command in commands(run, home, tmp_path).items():
-        refused(tezo(*command), "comes with code of its own", "model.trust_remote_code=true", "--trust-remote-code")
+        refused(tezo(*command), "comes with Python code", "model.trust_remote_code=true", "--trust-remote-code")
         assert not (home / "marker").exists(), name
-    with pytest.raises(RequestError, match="comes with code of its own"):
+    with pytest.raises(RequestError, match="comes with Python code"):
         library.open_run(run).model  # noqa: B018
     assert not (home / "marker").exists()
 
@@ -85,7 +85,7 @@ def test_a_run_is_not_resumed_with_the_code_because_it_says_so(home, tmp_path):
     begun.mkdir()
     for name in ("config.yaml", "steps.log"):
         shutil.copy(home / "tezo" / name, begun)
-    refused(tezo("train", "--output", begun, "--resume"), "comes with code of its own")
+    refused(tezo("train", "--output", begun, "--resume"), "comes with Python code")
     assert not (home / "marker").exists()
     assert tezo("train", "--output", begun, "--resume", *TRUST).code == 0
     assert (home / "marker").exists()

@@ -495,7 +495,7 @@ def test_a_dry_run_shows_the_first_row_with_what_is_learnt_or_scored(home, tmp_p
     question = "answer :" if name != "label" else "Label :"
     assert shown.startswith("rows.jsonl, line 1, as the model reads it (") and question in shown
     if reward:
-        assert shown.endswith("' -> what it writes, which is scored") and "learnt" not in shown
+        assert shown.endswith("' -> its text, which is scored") and "learnt" not in shown
         assert "; for the scorer: " in shape and shape.endswith("id")
         answered = {"completion": "completion", "instruction": "output", "trl": "completion"}.get(name)
         assert (f"for the scorer: {answered}, id" in shape) == (answered is not None), shape

@@ -1,4 +1,4 @@
-"""`tezo eval` and `tezo predict`: what a model answers, and how well."""
+"""`tezo eval` and `tezo predict`: the answers of a model, and their quality."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +44,7 @@ def evaluate(
     unset = [] if task is None else [("data.test", None)]  # the run's is of other rows
     config = run_config(run, [*unset, *given, *(parse_setting(text) for text in settings)])
     if lm_eval is not None or task_folder is not None:
-        if any(own is not None for own in (data, reward, task, data_dir)) or probe or calibrate or shots < 0:
+        if any(value is not None for value in (data, reward, task, data_dir)) or probe or calibrate or shots < 0:
             raise RequestError(
                 "--lm-eval has rows of its own, and --shots from 0 on; leave out --data, --task, --data-dir, "
                 "--probe, --calibrate and --reward."

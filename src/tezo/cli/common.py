@@ -35,7 +35,7 @@ JsonOption = typer.Option(False, "--json", help="Print JSON.")
 
 @contextmanager
 def showing_work() -> Iterator[StatusLine | None]:
-    """While open, standard error shows what the command does; the first line comes before torch is imported.
+    """While open, standard error shows the activity of the command; the first line comes before torch is imported.
 
     Of the processes that torchrun starts the first one shows it; the others get None.
     """

@@ -1,4 +1,4 @@
-"""`tezo doctor`, `tezo methods` and `tezo tasks`: what there is."""
+"""`tezo doctor`, `tezo methods` and `tezo tasks`: lists of hardware, packages, methods and tasks."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,7 @@ def doctor(
     settings: list[str] = SetOption,
     json: bool = JsonOption,
 ) -> None:
-    """Say what is installed, what this machine has, and what a model can take."""
+    """Report installed packages, the hardware, and how a model can be tuned here."""
     from tezo.forecast.doctor import machine_report, model_report
     from tezo.training.settings import parse_setting
 

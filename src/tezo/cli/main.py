@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as stop:
         if stop.code != INTERRUPTED:
             raise
-        cause = getattr(stop.__context__, "__cause__", None)  # typer's own exception is between
+        cause = getattr(stop.__context__, "__cause__", None)  # an exception of typer is between
         if isinstance(cause, RunInterrupted):
             way = "the same command with --resume goes on"
             _end(f"stopped by {cause.by} after step {cause.steps}; {way}.", cause.exit_code)

@@ -1,4 +1,4 @@
-"""`tezo export`, `push`, `report` and `replay`: what is done with a run folder."""
+"""`tezo export`, `push`, `report` and `replay`: commands on a run folder."""
 
 from pathlib import Path
 from shlex import quote

@@ -1,4 +1,4 @@
-"""`tezo train`, and what it prints with --dry-run."""
+"""`tezo train`, and its output with --dry-run."""
 
 import os
 from collections.abc import Sequence

@@ -125,7 +125,7 @@ class LowRankPerturbation(Perturbation):
         return drawn
 
     def _interval(self, target: Target, key: DrawKey) -> Interval:
-        """Returns what `refresh` has kept if it holds at `key`, else the same from its source."""
+        """Returns the parts that `refresh` has kept if they hold at `key`, else the same from their source."""
         start = self.refresh_step(key.step)
         kept = self._kept.get(target.name)
         if kept is not None and kept.key == (key.seed, start):

@@ -129,7 +129,7 @@ def fitted_bias(outputs: Outputs) -> Tensor:
 
 
 def errors(outputs: Outputs) -> Tensor:
-    """Returns what outputs with options are wrong by, right minus said, at each place: (T, C) in float64 on the CPU.
+    """Returns the errors of outputs with options, correct minus predicted, by place: (T, C) in float64 on the CPU.
 
     It is 1 - p for the right option and -p for the others, after `fitted_bias`.
     """

@@ -17,7 +17,7 @@ class Perturbation(ABC):
     """A rule that draws directions. The evaluations and the update of a step use the same direction object.
 
     A direction is a function of its key, of the factors that are fixed since the last refresh, and of the state of the
-    update rule; to draw it changes nothing. `refresh` computes and keeps what is fixed for several steps.
+    update rule; to draw it changes nothing. `refresh` computes and keeps the parts that are fixed for several steps.
     """
 
     single_direction = False
@@ -42,7 +42,7 @@ class Perturbation(ABC):
         return 0
 
     def refresh(self, target: Target, key: DrawKey) -> FixedFactors | None:
-        """Keeps what directions for `target` have in common from the step of `key` on; its basis has been refreshed.
+        """Keeps the common parts of directions for `target` from the step of `key` on; its basis has been refreshed.
 
         Returns zero of the space of these directions; None if they are dense.
         """
@@ -50,7 +50,7 @@ class Perturbation(ABC):
         return None
 
     def forget(self) -> None:  # noqa: B027 - nothing to drop is the default
-        """Drops what `refresh` has kept, where a basis has other factors since then."""
+        """Drops the parts that `refresh` has kept, if the factors of a basis have changed since."""
 
     def direction_type(self, target: Target) -> type[Direction]:
         """Returns the type of the directions for `target`; nothing is drawn."""

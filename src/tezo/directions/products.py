@@ -83,7 +83,7 @@ def is_emulated(dtype: torch.dtype) -> bool:
 
 
 def arithmetic_dtype(values: Tensor) -> torch.dtype:
-    """Returns the dtype for small products: float32 on a CPU that emulates that of `values`, else their own."""
+    """Returns the dtype for small products: float32 on a CPU that emulates that of `values`, else theirs."""
     return torch.float32 if values.device.type == "cpu" and is_emulated(values.dtype) else values.dtype
 
 

@@ -108,7 +108,7 @@ class Signs:
     """Random signs s_i of the entries of a vector z with a key, for each example i of a batch; 1 for the first example.
 
     If z has independent standard normal entries, so has s_i * z, and E[(s_i * z)(s_j * z)^T] = 0 for i != j. Examples
-    therefore get directions of their own from one draw of z (Flipout, Wen et al. 2018).
+    therefore get separate directions from one draw of z (Flipout, Wen et al. 2018).
     """
 
     def __init__(self, length: int, key: Key) -> None:
@@ -129,7 +129,7 @@ class Signs:
 
 
 def seed_of(seed: int, step: int, name: str) -> int:
-    """Returns a 32-bit seed for torch's global generator, for what torch itself draws, such as dropout masks."""
+    """Returns a 32-bit seed for torch's global generator, for the numbers that torch draws, such as dropout masks."""
     return _digest(seed, step, name, "seed", 4)
 
 

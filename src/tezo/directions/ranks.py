@@ -4,7 +4,7 @@
 
 where Rank(W) counts the leading singular values of W by one of the paper's two criteria (`CRITERIA`); it does not say
 which its experiments use. A block is one element of a numbered list of modules ("model.layers.3"); a parameter outside
-such a list is a block of its own. Matrices of zeros, such as B of a new LoRA adapter, have no singular values to
+such a list is a separate block. Matrices of zeros, such as B of a new LoRA adapter, have no singular values to
 count, and are left out of the minimum.
 """
 

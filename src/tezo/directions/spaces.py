@@ -31,7 +31,7 @@ from tezo.directions.scratch import row_slices, scratch
 
 TILE, DEVICE_TILE = 3 << 18, 1 << 25
 """Entries of a dense tile, the largest temporary of a dense draw or write: on a CPU, where a 768 x 768 matrix is one
-tile, and on other devices, where each operation has a price of its own and an 8192 x 4096 matrix is one."""
+tile, and on other devices, where each operation has a fixed price and an 8192 x 4096 matrix is one."""
 
 Tile = tuple[slice, Tensor]
 
@@ -220,7 +220,7 @@ class Dense(Direction):
 
     @cached_property
     def vectors(self) -> SignedNumbers:
-        """Z_i of a vector for B examples: (B, M). Z is in its own memory."""
+        """Z_i of a vector for B examples: (B, M). Z is not in a scratch buffer."""
         key: Key = {"seed": self.seed, "step": self.step, "name": self.name, "role": self.role}
         z = torch.cat(
             [self.fill_(self.buffer(rows, self.role), rows).clone() for rows in row_tiles(self.shape, self.device)]

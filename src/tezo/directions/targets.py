@@ -28,7 +28,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Site:
-    """A module that owns the parameter; `layout` is None if how its forward uses the parameter is unknown."""
+    """A module that has the parameter; `layout` is None if how its forward uses the parameter is unknown."""
 
     name: str
     module: nn.Module
@@ -37,7 +37,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter to be tuned, with all modules that own it: more than one if it is tied.
+    """A parameter to be tuned, with all modules that have it: more than one if it is tied.
 
     `name` is that in `model.named_parameters()`, the first one if the parameter is tied.
     """
@@ -116,9 +116,9 @@ def layout_of(module: nn.Module, attribute: str = "weight") -> Layout | None:
 
     A subclass may compute something else, so a module qualifies only if its forward is exactly the known function. A
     Linear with a packed weight is an exception: its forward differs only by the packing. So is a subclass of Linear
-    whose own forward gives a Linear's output (Falcon's). For an Embedding, the lookup inside the forward is perturbed,
-    so subclasses qualify (OPT's positions add an offset before the lookup, Gemma's embeddings multiply by a factor
-    after it).
+    whose overridden forward gives a Linear's output (Falcon's). For an Embedding, the lookup inside the forward is
+    perturbed, so subclasses qualify (OPT's positions add an offset before the lookup, Gemma's embeddings multiply by a
+    factor after it).
     """
     dimensions = module.get_parameter(attribute).ndim
     packed = isinstance(module, nn.Linear) and is_packed(module.weight)
@@ -151,7 +151,7 @@ def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 @torch.no_grad()
 def _computes_as_linear(module: nn.Module) -> bool:
-    """Returns whether the own forward of a subclass of Linear gives a Linear's output for an input."""
+    """Returns whether the overridden forward of a Linear subclass gives a Linear's output for an input."""
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return False
     x_1N = torch.linspace(-1, 1, module.in_features, device=module.weight.device).to(module.weight.dtype).unsqueeze(0)

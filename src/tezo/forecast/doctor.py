@@ -1,4 +1,4 @@
-"""What this machine has, what a model can be tuned with, and at which scale its losses can be measured."""
+"""The hardware and packages here, the methods for a model, and the scale at which its losses can be measured."""
 
 import os
 from dataclasses import asdict, replace
@@ -62,7 +62,7 @@ def machine_report() -> dict[str, Any]:
 
 
 def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns JSON: a model's sizes, what each method trains and keeps, the memory of training, and the scale of rho.
+    """Returns JSON: a model's sizes, the parameters and state of each method, the memory of training, and rho.
 
     Memory is compared with training by gradients; the scale is measured as in a run. Where one of the two cannot be
     had, the reason stands in its place.
@@ -102,7 +102,7 @@ def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _memory_report(config: Config, loaded: LoadedModel) -> dict[str, Any] | str:
-    """Returns JSON: the memory of each way to train with a batch of the run, and what fits; or why there is none."""
+    """Returns JSON: the memory of each way to train with a batch of the run, and advice; or why there is none."""
     if config.model.placement != "device":
         return f"model.placement is {config.model.placement}, and the forecast is for a model on one device."
     rows, length = _rows_per_step(config), min(config.data.max_length or LENGTH, loaded.max_length)
@@ -112,8 +112,8 @@ def _memory_report(config: Config, loaded: LoadedModel) -> dict[str, Any] | str:
         return str(error)
     cuda = loaded.device.type == "cuda"
     memory = torch.cuda.get_device_properties(loaded.device).total_memory if cuda else usable_memory()
-    told = [asdict(way) | {"total": way.total} for way in ways]
-    return {"rows": rows, "length": length, "available": memory, "ways": told, "advice": advice(ways, memory)}
+    listed = [asdict(way) | {"total": way.total} for way in ways]
+    return {"rows": rows, "length": length, "available": memory, "ways": listed, "advice": advice(ways, memory)}
 
 
 def _rows_per_step(config: Config) -> int:

@@ -1,8 +1,8 @@
 """A run's plan, and a forecast of its time and memory, without a step: its model is loaded, and one pass is timed.
 
-With what loading and preparing try on a row each, that is less than two forward passes; all else is a forecast from
-numbers of passes. Settings that a run measures at its start are named with their cost, and stay open. What a run adds
-by returning to an earlier state, or saves by an early end, is in no forecast.
+Together with the trials on single rows while loading and preparing, this takes less than two forward passes. All else
+is a forecast from numbers of passes. Settings that a run measures at its start are named with their cost, and stay
+open. The forecast does not include a return to an earlier state, or an early end.
 """
 
 import math
@@ -119,7 +119,7 @@ def _metrics_of_one(job: Job) -> Metrics:
 
 
 def _steps(job: Job) -> dict[str, tuple[int, int]]:
-    """Returns kind of step -> (steps that are the first of a row of such, and compute what it shares; all others)."""
+    """Returns kind of step -> (steps that begin a series of such steps, and compute its shared data; all others)."""
     settings = job.config.train
     kinds = [FEEDBACK if is_feedback(step, settings) else job.optimizer.rules[0] for step in range(settings.num_steps)]
     first = [kind for kind, _ in groupby(kinds)]
@@ -148,7 +148,7 @@ def _timed(job: Job) -> _Pace:
 
 
 def _tokens(job: Job, encoded: Sequence[Encoded]) -> int:
-    return sum(len(row.tokens) for own in job.objective.trees(encoded) for row in own)
+    return sum(len(row.tokens) for tree in job.objective.trees(encoded) for row in tree)
 
 
 def _new_tokens(job: Job) -> int:
@@ -161,7 +161,7 @@ def _new_tokens(job: Job) -> int:
 
 
 def _loss_seconds(job: Job, kind: str, pace: _Pace) -> float:
-    """Returns the seconds of one evaluation of what a step of a kind minimises."""
+    """Returns the seconds of one evaluation of the objective of a kind of step."""
     if kind == GRADIENT:
         return WITH_GRADIENT * pace.batch
     if job.config.train.minimises_loss:
@@ -205,7 +205,7 @@ def _measured(config: Config, job: Job) -> dict[str, int]:
 
 
 def _memory(job: Job, before: int) -> dict[str, int]:
-    """Returns bytes; the peak is that of the timed pass, made for both signs, and what the method keeps beside it."""
+    """Returns bytes; the peak is that of the timed pass, made for both signs, plus the state of the method."""
     after, name = peak_memory(job.loaded.device), job.config.method.name
     factors = job.optimizer.factor_bytes
     if name in METHODS:
@@ -218,5 +218,5 @@ def _memory(job: Job, before: int) -> dict[str, int]:
     else:
         kept, copies = sum(first_order_kept(job.model)), 1
     peak = after + (copies - 1) * max(0, after - before) + kept
-    own = {"model": stored_bytes(job.model)} if job.loaded.engine is None else {}
-    return {**own, "factors": factors, "peak": peak}
+    of_model = {"model": stored_bytes(job.model)} if job.loaded.engine is None else {}
+    return {**of_model, "factors": factors, "peak": peak}

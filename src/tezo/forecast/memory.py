@@ -1,7 +1,7 @@
 """Forecasts of memory for each method, for inference and for training by gradients; nothing is trained.
 
 Passes are run on torch's meta device, where tensors have shapes and no values, and the bytes of live tensors are
-counted. Left out are the allocator's rounding and reserve, the libraries' own memory, and temporaries of an update.
+counted. Left out are the allocator's rounding and reserve, the memory of libraries, and temporaries of an update.
 Attention is counted with its scores, which fused kernels do not store.
 """
 
@@ -41,7 +41,7 @@ from tezo.tasks.objectives.evaluators import logits_at, no_cache
 
 META = torch.device("meta")
 
-# What a method keeps
+# The state of a method
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
             kept=optimizer.factor_bytes + _kept(optimizer),
             collecting=collecting_bytes(matrices, ranks) if sees_data else 0,
             written=sum(
-                moving.target.parameter.nbytes
-                for moving in optimizer.parameters.values()
-                if moving.writes_weight or optimizer.update.writes_weight
+                perturbed.target.parameter.nbytes
+                for perturbed in optimizer.parameters.values()
+                if perturbed.writes_weight or optimizer.update.writes_weight
             ),
             rank=max(ranks.values(), default=None),
             adapter=optimizer.why_no_adapter() is None,
@@ -114,20 +114,20 @@ def _kept(optimizer: ZerothOrderOptimizer) -> int:
     """Returns the bytes of all coefficients and moments; parameters of one shape and kind are measured once."""
     known: dict[Any, int] = {}
     total = 0
-    for moving in optimizer.parameters.values():
-        alike = (moving.target.shape, moving.target.parameter.dtype, moving.target.kind, type(moving))
+    for perturbed in optimizer.parameters.values():
+        alike = (perturbed.target.shape, perturbed.target.parameter.dtype, perturbed.target.kind, type(perturbed))
         if alike not in known:
-            known[alike] = _kept_for(optimizer, moving)
+            known[alike] = _kept_for(optimizer, perturbed)
         total += known[alike]
     return total
 
 
 @torch.no_grad()
-def _kept_for(optimizer: ZerothOrderOptimizer, moving: PerturbedParameter) -> int:
-    direction: Any = optimizer.perturbation.direction(moving.target, DrawKey(optimizer.seed, 0), {})
-    state = optimizer.update.init(ParameterEstimate([direction], [0.0], 0), moving)
-    own = not moving.writes_weight and isinstance(direction, FixedFactors)
-    return sum(value.nbytes for value in state.values()) + (direction.coefficient.nbytes if own else 0)
+def _kept_for(optimizer: ZerothOrderOptimizer, perturbed: PerturbedParameter) -> int:
+    direction: Any = optimizer.perturbation.direction(perturbed.target, DrawKey(optimizer.seed, 0), {})
+    state = optimizer.update.init(ParameterEstimate([direction], [0.0], 0), perturbed)
+    accumulates = not perturbed.writes_weight and isinstance(direction, FixedFactors)
+    return sum(value.nbytes for value in state.values()) + (direction.coefficient.nbytes if accumulates else 0)
 
 
 def copies_of(said: Forecast, tokens: int) -> int:
@@ -139,7 +139,7 @@ def first_order_kept(model: nn.Module) -> tuple[int, int]:
     """Returns (bytes that `FirstOrderOptimizer` keeps between steps, bytes of the gradients in its update).
 
     It keeps two moments of each tensor that it steps, and that tensor where it is a float32 copy of a weight in half
-    precision. In the update, the copy's own gradient is beside the weight's.
+    precision. In the update, there is a gradient of the copy beside the weight's.
     """
     kept = gradients = 0
     for target in select_targets(model, (ALL,)):
@@ -150,7 +150,7 @@ def first_order_kept(model: nn.Module) -> tuple[int, int]:
     return kept, gradients
 
 
-# What a pass takes
+# The memory of a pass
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -203,16 +203,16 @@ def valueless(model: Any) -> Iterator[Any]:
     owners = [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
     before = [getattr(module, name) for module, name in owners]
     zeros = {
-        own: nn.Parameter(torch.zeros((), dtype=own.dtype).expand(own.shape), requires_grad=own.requires_grad)
-        for own in before
+        each: nn.Parameter(torch.zeros((), dtype=each.dtype).expand(each.shape), requires_grad=each.requires_grad)
+        for each in before
     }
     try:
-        for (module, name), own in zip(owners, before, strict=True):
-            setattr(module, name, zeros[own])
+        for (module, name), parameter in zip(owners, before, strict=True):
+            setattr(module, name, zeros[parameter])
         yield model
     finally:
-        for (module, name), own in zip(owners, before, strict=True):
-            setattr(module, name, own)
+        for (module, name), parameter in zip(owners, before, strict=True):
+            setattr(module, name, parameter)
 
 
 def pass_peak(model: Any, rows: int, length: int, *, backward: bool = False) -> int:
@@ -248,7 +248,7 @@ def _loss(model: Any, ids_SL: Tensor) -> Tensor:
 
 
 def _mask(model: Any, ids_SL: Tensor) -> dict[str, Tensor]:
-    """Returns a ready mask and positions: transformers makes its own from values, which these tensors do not have."""
+    """Returns a ready mask and positions: transformers makes them from values, which these tensors do not have."""
     config = getattr(model, "active_peft_config", None)
     if config is not None and config.is_prompt_learning:  # PEFT makes both
         return {}
@@ -270,7 +270,7 @@ FULL = "full fine-tuning with Adam"
 ZEROTH_ORDER = ("head-feedback", "tezo-cadam")
 """Methods that are set against gradients: the default, and the one of least memory."""
 USABLE = 0.8
-"""Share of the memory that a forecast may need and still fit, because of what it leaves out."""
+"""Share of the memory that a forecast may need and still fit, because of the parts that it leaves out."""
 WITHOUT_RANDOM_STATE = {"use_reentrant": False, "preserve_rng_state": False}
 """Options of gradient checkpointing with which it runs on the meta device."""
 
@@ -360,7 +360,7 @@ def _with_lora(model: Any, kind: Kind, *, checkpointed: bool) -> Any:
 
 
 def advice(ways: Sequence[WayMemory], memory: int) -> str:
-    """Returns what to train with, in a sentence or two, where `memory` bytes are there."""
+    """Returns advice on the way to train with `memory` bytes, in a sentence or two."""
     needs = {one.way: f"{one.total / 2**30:,.2f} GiB" for one in ways}
     fitting = {one.way for one in ways if one.total <= USABLE * memory}
     default, there = ZEROTH_ORDER[0], f"{memory / 2**30:,.2f} GiB"

@@ -1,4 +1,4 @@
-"""Answers of engines in other processes: what may be wrong with them, and what is done then."""
+"""Answers of engines in other processes: their faults, and the second request that follows one."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ T = TypeVar("T")
 
 
 class MalformedError(Exception):
-    """An answer is not one to what was asked; the message says what was sent, without a full stop."""
+    """An answer does not match its request; the message describes the answer, without a full stop."""
 
 
 def once_more(ask: Callable[[], T], subject: str, way_out: str) -> T:
-    """Returns what is answered; a malformed answer is asked for once more, and refused then.
+    """Returns the answer; after a malformed answer it is requested once more, and then refused.
 
     Args:
         ask: returns the answer, or raises a `MalformedError`.
-        subject: of the sentence that goes on with what was sent.
-        way_out: what to do, after "; ".
+        subject: of the sentence that continues with the description of the answer.
+        way_out: the remedy, after "; ".
 
     Raises:
         RequestError: two answers were malformed.
@@ -38,7 +38,7 @@ def once_more(ask: Callable[[], T], subject: str, way_out: str) -> T:
 
 
 def check_told(told: Sequence[Told], changes: int, asked: Asked) -> None:
-    """Checks that this is what was asked for, under so many changes.
+    """Checks that the answers match the request, one for each change.
 
     NaN is let through: a model that computes it has diverged, which is for the run to notice.
 
@@ -48,21 +48,21 @@ def check_told(told: Sequence[Told], changes: int, asked: Asked) -> None:
     if len(told) != changes:
         raise MalformedError(f"{len(told)} answers under {changes} changes")
     likely = (len(asked.text_P), asked.likely)
-    for own in told:
-        values = own.log_probs_PC, own.likely_log_probs_PL
-        shapes = [tuple(part.shape) for part in (*values, own.likely_PL)]
+    for answer in told:
+        values = answer.log_probs_PC, answer.likely_log_probs_PL
+        shapes = [tuple(part.shape) for part in (*values, answer.likely_PL)]
         if shapes != [tuple(asked.tokens_PC.shape), likely, likely]:
             raise MalformedError(f"log-probabilities of shapes {shapes[0]} and {shapes[1]}")
         if any(bool((part > 0).any()) for part in values):
             raise MalformedError("a log-probability above 0")
-        if bool((own.likely_PL < 0).any()):
+        if bool((answer.likely_PL < 0).any()):
             raise MalformedError("a token below 0")
 
 
 def has_twins(told: Sequence[Told]) -> bool:
     """Returns whether two changes have log-probabilities that are equal to the bit."""
-    parts = [(own.log_probs_PC, own.likely_log_probs_PL) for own in told]
-    return len({tuple(part.numpy().tobytes() for part in own) for own in parts}) < len(told)
+    answers = [(answer.log_probs_PC, answer.likely_log_probs_PL) for answer in told]
+    return len({tuple(part.numpy().tobytes() for part in answer) for answer in answers}) < len(told)
 
 
 def check_continued(found: Sequence[Sequence[Sequence[int]]], changes: int, prompts: int) -> None:
@@ -71,8 +71,8 @@ def check_continued(found: Sequence[Sequence[Sequence[int]]], changes: int, prom
     Raises:
         MalformedError: they are not.
     """
-    if len(found) != changes or any(len(own) != prompts for own in found):
-        counts = [len(own) for own in found]
+    if len(found) != changes or any(len(texts) != prompts for texts in found):
+        counts = [len(texts) for texts in found]
         raise MalformedError(f"continuations of {counts} prompts in place of {changes} times {prompts}")
-    if any(type(token) is not int or token < 0 for own in found for tokens in own for token in tokens):
+    if any(type(token) is not int or token < 0 for texts in found for tokens in texts for token in tokens):
         raise MalformedError("a token that is not a whole number of at least 0")

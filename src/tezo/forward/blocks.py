@@ -79,8 +79,8 @@ class Blocks(Uncopied):
 
 
 STACK = 1 << 19
-"""Largest number of coefficient entries of points that are computed together, if examples or members have directions of
-their own. More are computed in parts, which stay in the processor's cache."""
+"""Largest number of coefficient entries of points that are computed together, if examples or members have separate
+directions. More are computed in parts, which stay in the processor's cache."""
 
 Points = tuple[slice | None, FixedFactors]
 """(blocks or None for all, the points of these blocks or one point for all of them)."""

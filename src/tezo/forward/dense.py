@@ -182,7 +182,7 @@ class DenseInForward(PerturbedParameter):
         noise = generator(base.device, seed=key.seed, step=key.step, name=self.target.name, role=role)
         for moved, shift in zip(moved_GTN, self.shifts, strict=True):
             torch.add(base, drawn[id(shift.direction)], alpha=shift.scale, out=exact)
-            rounding.store_(moved, exact, noise.clone_state())  # the same noise as in a pass of its own
+            rounding.store_(moved, exact, noise.clone_state())  # the same noise as in a separate pass
 
     def _groups(self, count: int) -> Iterator[tuple[list[slice], slice, Tensor]]:
         """Yields (adjacent tiles, their rows together, memory for `count` tiles of these rows)."""

@@ -72,7 +72,7 @@ class Continuing:
         one_line: whether a line break ends one.
         noisy: (logits, rows, place of the token) -> values whose largest is the next token; None: the logits are.
         temperature: of the sampling that `noisy` does; 0: greedy.
-        seeds: for each prompt a seed, for an engine that draws random numbers of its own.
+        seeds: one for each prompt, for an engine that draws its random numbers itself.
         line_ended: (row, its tokens) -> whether a line break in their text ends them; None: it does not.
         heard: called with each new token of a single prompt; an engine in another process calls it at the end, for all.
     """
@@ -129,7 +129,7 @@ class Engine(ABC):
 
     @abstractmethod
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
-        """Returns what is asked for, for each of the changes.
+        """Returns the requested log-probabilities, for each of the changes.
 
         Raises:
             RequestError: a change is of a layer that the engine does not change, or the engine fails.
@@ -187,7 +187,7 @@ def changes_of(model: nn.Module, count: int) -> list[dict[str, tuple[Tensor, Ten
     """Returns the change of the weights of a model in each of `count` blocks of rows, by all that tune it now.
 
     Raises:
-        RequestError: what is tuned has a change that is not low-rank, or each example has its own.
+        RequestError: the change is not low-rank, or differs for each example.
     """
     found: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in range(count)]
     for tuned in open_on(model.parameters()):

@@ -50,9 +50,9 @@ class PerturbedParameter(ABC):
     folds_into_weight = False
     """Whether a refresh of the fixed factors writes the stored tensor."""
     most_kept = 0
-    """Largest rank of what was trained with earlier factors and is stored beside the weight."""
+    """Largest rank of the change that was trained with earlier factors and is stored beside the weight."""
     in_blocks = False
-    """Whether one forward pass can apply several shifts, each to its own block of rows."""
+    """Whether one forward pass can apply several shifts, each to one block of rows."""
     draws_for_all_blocks = False
     """Whether applying several shifts of one direction in one pass saves an expensive draw."""
     was_called = False
@@ -150,7 +150,7 @@ class PerturbedParameter(ABC):
         return None
 
     def replaced(self) -> None:
-        """Prepares for the stored tensor to be loaded anew: W_t is then what is loaded. Refuses if it is perturbed."""
+        """Prepares for the stored tensor to be loaded anew: W_t is then the loaded one. Refuses if it is perturbed."""
         if self.in_storage or not self.writes_weight:
             self._check_between_steps("load_state_dict")
 
@@ -188,7 +188,7 @@ _open: WeakSet[PerturbedParameter] = WeakSet()
 
 
 def open_on(parameters: Iterable[Tensor]) -> list[PerturbedParameter]:
-    """Returns what perturbs and updates any of these, of optimizers that are not closed."""
+    """Returns the perturbed parameters of open optimizers for any of these."""
     asked = {id(parameter) for parameter in parameters}
     return [each for each in _open if id(each.target.parameter) in asked]
 
@@ -199,7 +199,7 @@ def is_changed_beside(parameters: Iterable[Tensor]) -> bool:
 
 
 def settle(parameters: Iterable[Tensor], *, keep: bool) -> bool:
-    """Closes what optimizers that are gone have left on these parameters; returns whether a change was kept.
+    """Closes perturbed parameters left by deleted optimizers; returns whether a change was kept.
 
     With `keep` their changes are added to the stored tensors, else dropped.
 

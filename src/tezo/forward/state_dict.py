@@ -23,7 +23,7 @@ def require_plain(target: Target) -> None:
 
 
 class InStateDict(Uncopied):
-    """Hooks by which state dicts have what the modules compute with, more than the stored weight.
+    """Hooks that put the weights that modules compute with into state dicts, instead of the stored weights.
 
     `torch.save(model.state_dict())` and `save_pretrained` would else write the untuned weight, and a loaded weight
     would get the change of the one before on top. `merged` returns a new tensor with the values that the modules

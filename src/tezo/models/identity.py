@@ -1,4 +1,4 @@
-"""What a base model is, in digests: its weights, its configuration and its tokenizer.
+"""The identity of a base model, in digests: its weights, its configuration and its tokenizer.
 
 A run has the fingerprint of its base, and is opened on no other one.
 """
@@ -75,8 +75,10 @@ def fingerprint(
     return parts | {"versions": f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}"}
 
 
-def check_model(found: Mapping[str, Any], own: Fingerprint, *, packed_alike: bool = True, saved: bool = False) -> None:
-    """Raises a `RequestError` if a base model is not the one of a run; what differs is named.
+def check_model(
+    found: Mapping[str, Any], loaded: Fingerprint, *, packed_alike: bool = True, saved: bool = False
+) -> None:
+    """Raises a `RequestError` if a base model is not the one of a run; the message names the difference.
 
     Weights count as they are in memory, where both have them in the same form, and else as they are stored; those of a
     model that was in memory from the start, and is there in another form now, cannot be compared. Parts that only one
@@ -85,24 +87,24 @@ def check_model(found: Mapping[str, Any], own: Fingerprint, *, packed_alike: boo
 
     Args:
         found: the fingerprint that the run has kept.
-        own: the fingerprint of the model that is loaded; parts of the tokenizer may be missing.
+        loaded: the fingerprint of the model that is loaded; parts of the tokenizer may be missing.
         packed_alike: whether equal weights would have been packed into equal numbers.
-        saved: whether what is saved with a tuned model, and changes no figure, counts too.
+        saved: whether parts that are saved with a tuned model, and change no figure, count too.
     """
-    alike = found.get("versions") == own["versions"]
-    in_one_form = packed_alike and found.get("form") == own.get("form")
-    ways = (way for way in ("weights", "stored") if way in found and way in own and (in_one_form or way == "stored"))
+    alike = found.get("versions") == loaded["versions"]
+    in_one_form = packed_alike and found.get("form") == loaded.get("form")
+    ways = (way for way in ("weights", "stored") if way in found and way in loaded and (in_one_form or way == "stored"))
     weights = next(ways, None)
-    if weights is not None and found[weights] != own[weights]:
+    if weights is not None and found[weights] != loaded[weights]:
         raise _not_as_it_was("its weights are not those that the run began with")
-    compared = (found.keys() | own.keys()) - {"versions", "form", "weights", "stored"}
-    if not any(part.startswith("tokenizer.") for part in own):
+    compared = (found.keys() | loaded.keys()) - {"versions", "form", "weights", "stored"}
+    if not any(part.startswith("tokenizer.") for part in loaded):
         compared = {part for part in compared if not part.startswith("tokenizer.")}
     if not (saved and alike):
         compared = {part for part in compared if not part.startswith("saved.")}
     for part in sorted(compared, key=lambda part: (part.startswith("saved."), part == "tokenizer.rules", part)):
-        before, now = found.get(part), own.get(part)
-        if before == now or not (alike or (part in found and part in own and part != "tokenizer.rules")):
+        before, now = found.get(part), loaded.get(part)
+        if before == now or not (alike or (part in found and part in loaded and part != "tokenizer.rules")):
             continue
         section, _, name = part.partition(".")
         if section == "tokenizer":

@@ -1,7 +1,7 @@
 """Models whose weights stay in their file: for engines, which read the file themselves.
 
-Such a model has the modules and names of any other, with parameters on the meta device. Where torch runs it all the
-same, for a look at a few rows, each layer's weights are unpacked for its own forward and dropped.
+Such a model has the modules and names of any other, with parameters on the meta device. If torch runs it nevertheless,
+for a refresh on a few rows, each layer's weights are unpacked for its forward and dropped.
 """
 
 import copy
@@ -55,7 +55,7 @@ class Unread(Mapping[str, Tensor]):
 
 
 def read_at_use(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Gives each module its own weights for its forward: parameters on the meta device stay the same objects."""
+    """Gives each module its weights for its forward: parameters on the meta device stay the same objects."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     class OwnWeights(ModelHook):  # type: ignore[misc]

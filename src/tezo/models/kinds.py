@@ -77,7 +77,7 @@ def engine_kind(engine: str) -> str:
 
 
 IN_MEMORY = "in memory"
-"""In the place of a name or a file: what was given to `tezo.train` as an object, and has no name to be found by."""
+"""Stands for the name of an object that was given to `tezo.train`, and has no name or file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +87,9 @@ class ModelConfig:
     name: str
     """Model folder, GGUF file, hub name, embedded:smollm2-135m, or embedded:all-minilm-l6-v2."""
     engine: str = "torch"
-    """What runs the forward passes: torch, llama.cpp (of a GGUF file), or addresses of vLLM servers."""
+    """Program that runs the forward passes: torch, llama.cpp (of a GGUF file), or addresses of vLLM servers."""
     workers: int = 0
-    """Number of Ray actors that share the passes, each with an engine of its own. Default 0: this process alone."""
+    """Number of Ray actors that share the passes, each with a separate engine. Default 0: only this process."""
     kind: Literal["auto", "causal", "masked", "encoder", "classifier"] = "auto"
     """Kind of model: causal, masked, encoder or classifier. Default auto: by its architecture."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
@@ -103,7 +103,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Whether code that comes with the model may run."""
     untie_head: bool = False
-    """Whether an output head tied to the input embeddings gets weights of its own, to be tuned (MeZO's RoBERTa)."""
+    """Whether an output head tied to the input embeddings gets separate weights, to be tuned (MeZO's RoBERTa)."""
     peft: Literal["none", "lora", "prefix", "prompt"] = "none"
     """Train a PEFT adapter instead of the model: lora (in PEFT's default layers), prefix or prompt."""
     lora_rank: int = 8

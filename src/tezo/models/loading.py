@@ -100,7 +100,7 @@ class LoadedModel:
     files: BaseFiles = field(default_factory=BaseFiles)
     """Where the weights were read from."""
     untied: tuple[str, ...] = ()
-    """Parameters that are tied to others in the files, and have weights of their own here."""
+    """Parameters that are tied to others in the files, and have separate weights here."""
 
     @property
     def device(self) -> torch.device:
@@ -128,8 +128,8 @@ class LoadedModel:
     def max_length(self) -> int:
         """Maximum input length in tokens, by tokenizer and positions; `UNBOUNDED` if neither sets one."""
         longest = int(self.tokenizer.model_max_length)
-        own = self.positions - self.virtual_tokens
-        return min(own, longest) if longest > 0 else own
+        positions = self.positions - self.virtual_tokens
+        return min(positions, longest) if longest > 0 else positions
 
 
 def load_model(
@@ -178,8 +178,8 @@ def load_model(
             options["device_map"] = "auto" if place.spread else {"": where}
         if in_gguf:
             model, report = load_gguf(source, config, build, **options)
-            tokenizer, told = gguf_tokenizer(source)
-            notices += told
+            tokenizer, more = gguf_tokenizer(source)
+            notices += more
         else:
             model, report = CLASSES[model_kind].from_pretrained(source, config=config, **options, **trust)
             tokenizer = AutoTokenizer.from_pretrained(source, **trust)
@@ -194,7 +194,7 @@ def load_model(
         if untie_head:
             notices += give_head_weights(model)
         current().watch(model)
-        # what is packed is digested each time: it depends on more than the files
+        # packed weights are digested each time: they depend on more than the files
         known = before is not None and before == stamp(source) and not packed
         how = f"{before} {model.dtype} {untie_head}" if known else None
         files = files if files.paths else files_of(source)  # of the hub they have come just now
@@ -226,7 +226,7 @@ def loading(name: str, trust_remote_code: bool = False) -> Iterator[None]:
         if "trust_remote_code" not in str(error.__cause__) or trust_remote_code:
             raise
         raise RequestError(
-            f"model.name: {name} comes with code of its own, which does not run; set model.trust_remote_code=true, "
+            f"model.name: {name} comes with Python code, which does not run; set model.trust_remote_code=true, "
             "or give --trust-remote-code, if you trust it."
         ) from error.__cause__
 
@@ -261,7 +261,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def num_embeddings(model: Any) -> int | None:
-    """Returns the number of tokens that a model has embeddings for; None where it does not tell."""
+    """Returns the number of tokens that a model has embeddings for; None if it is unknown."""
     try:
         return int(model.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError):
@@ -395,10 +395,10 @@ def _check_folder(folder: Path) -> None:
 
 
 def give_head_weights(model: Any) -> list[str]:
-    """Gives an output head that is tied to the input embeddings weights of its own, as MeZO's RoBERTa is tuned.
+    """Gives separate weights to an output head that is tied to the input embeddings, as MeZO's RoBERTa is tuned.
 
-    The weights are copied in place, and the configuration says so, of a saved model too. A head that has weights of its
-    own is left as it is. Returns notices for the user.
+    The weights are copied in place, and the configuration says so, of a saved model too. A head that is not tied is
+    left as it is. Returns notices for the user.
 
     Raises:
         RequestError: the model has no output head, or its weights are offloaded.
@@ -417,12 +417,12 @@ def give_head_weights(model: Any) -> list[str]:
             raise RequestError(
                 f"model.untie_head is true, but {name} is offloaded; set model.placement=device, or leave it out."
             )
-        own = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        untied = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
         module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, own)
+        setattr(model.get_submodule(module), attribute, untied)
         notices.append(
-            f"model.untie_head: {name} has values of its own, no longer those of {source} "
-            f"({own.nbytes / 1e6:.3g} MB more)."
+            f"model.untie_head: {name} now has separate values, no longer those of {source} "
+            f"({untied.nbytes / 1e6:.3g} MB more)."
         )
     return notices
 

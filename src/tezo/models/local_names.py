@@ -1,4 +1,4 @@
-"""Names that may be a path of this machine or a name on the hub: what is meant, and what was misspelt."""
+"""Names that may be a path on this machine or a name on the hub: which is meant, and which was misspelt."""
 
 import difflib
 from pathlib import Path
@@ -84,7 +84,7 @@ def ask_hub(key: str, name: str, kind: Literal["model", "dataset"]) -> Path | No
     try:
         HfApi(library_name="tezo").repo_info(name, repo_type=kind, timeout=_HUB_SECONDS)
     except GatedRepoError:
-        return None  # the reason is told by who loads it
+        return None  # loading it reports the reason
     except (RepositoryNotFoundError, HFValidationError):
         raise RequestError(
             f"{key}: {name} is neither {what} here nor a name on the hub; check it.{hint(name)}"
@@ -114,8 +114,8 @@ def _downloaded(name: str, kind: Literal["model", "dataset"]) -> Path | None:
             return None
     from datasets import config
 
-    kept, own = Path(config.HF_DATASETS_CACHE), name.replace("/", "___").lower()
-    return next((path for path in (kept.iterdir() if kept.is_dir() else ()) if path.name.lower() == own), None)
+    kept, folder = Path(config.HF_DATASETS_CACHE), name.replace("/", "___").lower()
+    return next((path for path in (kept.iterdir() if kept.is_dir() else ()) if path.name.lower() == folder), None)
 
 
 def _nearest_path(name: str, similarity: float) -> str | None:

@@ -142,11 +142,11 @@ def check_base(folder: Path, model: Any) -> None:
     if not os.path.lexists(folder / BASE) or kind is None or not hasattr(model, "config") or offloaded:
         return
     found = own_object(folder / BASE, "put an intact copy in its place")
-    own = fingerprint(model, kind)
-    if found.get("form") != own["form"]:
-        own = fingerprint(model, kind, stored=files_of(getattr(model, "name_or_path", "")).digest(), in_memory=False)
+    loaded = fingerprint(model, kind)
+    if found.get("form") != loaded["form"]:
+        loaded = fingerprint(model, kind, stored=files_of(getattr(model, "name_or_path", "")).digest(), in_memory=False)
     try:
-        check_model(found, own)
+        check_model(found, loaded)
     except RequestError as error:
         said = str(error).removeprefix("model.name: ")
         raise RequestError(f"model: {said} Without {BASE} in {folder} the adapter is attached all the same.") from None

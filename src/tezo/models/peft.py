@@ -4,8 +4,8 @@ lora (Hu et al., 2021, arXiv 2106.09685): W + (alpha / r) B A with B (M x r) and
 prefix (Li and Liang, 2021, arXiv 2101.00190): keys and values in front of the text, in every layer.
 prompt (Lester et al., 2021, arXiv 2104.08691): embeddings in front of those of the text.
 
-PEFT's settings are made from the run's own, when an adapter is added and when it is opened again; what its
-adapter_config.json says is compared with them, and never obeyed.
+PEFT's settings are made from the settings of the run, when an adapter is added and when it is opened again. Those in
+its adapter_config.json are compared with them, and never used.
 """
 
 import copy
@@ -72,7 +72,7 @@ def _make_lora(loaded: LoadedModel, config: ModelConfig, seed: int) -> tuple[Any
 
 @torch.no_grad()
 def _make_prefix(loaded: LoadedModel, config: ModelConfig, seed: int) -> tuple[Any, Tensor]:
-    """The prefix starts with the model's own keys and values of random tokens, as MeZO's prefix does.
+    """The prefix starts with the model's keys and values for random tokens, as MeZO's prefix does.
 
     Random numbers, PEFT's default, are no keys of this model.
     """
@@ -208,10 +208,10 @@ def open_adapter(loaded: LoadedModel, config: ModelConfig, folder: Path) -> Load
         opened = add_adapter(loaded, config, seed=0)
         opened.model.requires_grad_(requires_grad=False)
         (settings,) = opened.model.peft_config.values()
-        own = json.loads(json.dumps(settings.to_dict(), default=sorted))
+        wanted = json.loads(json.dumps(settings.to_dict(), default=sorted))
         # another version of PEFT has other settings besides
-        for key in sorted((described.keys() & own.keys()) - _WITHOUT_EFFECT):
-            here, there = (sorted(v) if isinstance(v, list) else v for v in (own[key], described[key]))
+        for key in sorted((described.keys() & wanted.keys()) - _WITHOUT_EFFECT):
+            here, there = (sorted(v) if isinstance(v, list) else v for v in (wanted[key], described[key]))
             if here != there:
                 raise ValueError(f"its adapter_config.json says {key}: {there!r:.40}, and the run has {here!r:.40}")
         peft = import_peft()
@@ -256,7 +256,7 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> str | Non
     with (
         current().phase(ASKING_PEFT),
         TemporaryDirectory(dir=disk, prefix=".adapter-", suffix=".partial") as folder,
-        warnings.catch_warnings(action="ignore"),  # what PEFT leaves out is found by comparison
+        warnings.catch_warnings(action="ignore"),  # tensors that PEFT leaves out are found by comparison
     ):
         save_adapter(adapter, Path(folder), model=model, base="")
         try:
@@ -290,7 +290,7 @@ def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
 
 def _has_pair(layer: Any, a_RI: Tensor, b_OR: Tensor) -> bool:
     (key,) = layer.lora_A  # the name that PEFT gives to the adapter
-    own_a, own_b = layer.lora_A[key].weight, layer.lora_B[key].weight
-    if own_a.is_meta or own_b.is_meta or layer.scaling[key] != 1:
+    in_peft_a, in_peft_b = layer.lora_A[key].weight, layer.lora_B[key].weight
+    if in_peft_a.is_meta or in_peft_b.is_meta or layer.scaling[key] != 1:
         return False
-    return torch.equal(own_a, a_RI) and torch.equal(own_b, b_OR)
+    return torch.equal(in_peft_a, a_RI) and torch.equal(in_peft_b, b_OR)

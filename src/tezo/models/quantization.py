@@ -21,8 +21,8 @@ class Quantizer:
 
     Attributes:
         package: the library that implements it.
-        config: (dtype of the other tensors, patterns of the modules to leave as they are or None for the library's own)
-            -> quantization_config of `from_pretrained`.
+        config: (dtype of the other tensors, patterns of the modules to leave as they are or None for the library's
+            choice) -> quantization_config of `from_pretrained`.
         inputs_on_cpu: on a CPU the number of inputs of a layer must be a multiple of this, or unpacking is wrong.
     """
 

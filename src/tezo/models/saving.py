@@ -36,14 +36,14 @@ _PIPELINES: dict[Kind | None, str] = {
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a card says about the run behind a result.
+    """The facts in a card about the run behind a result.
 
     Attributes:
         steps: number of steps that led to the kept parameters.
         rows: split ("train", "dev", "test") -> number of rows.
         before: metrics before training of the test rows, or of the dev rows where there are none.
         after: the same after training.
-        prompt: how the model was asked, in Markdown; empty where each row has a prompt of its own.
+        prompt: the prompt template, in Markdown; empty if each row has its prompt.
         remarks: sentences on the run, such as on a change of its scorer.
     """
 
@@ -58,7 +58,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a card describes.
+    """The result that a card describes.
 
     Attributes:
         form: "lora" (also the exact adapter of this library), "prefix" or "prompt", or "model" for a whole one.
@@ -187,11 +187,11 @@ def save_result(
         loaded: the model; if it is saved whole, the change is merged into its weights.
         optimizer: the optimizer that trained it.
         place: folder name -> context manager with a folder of that name to write into.
-        tuning: what an adapter's card says of the run; None: nothing.
+        tuning: facts about the run for an adapter's card; None: none.
     """
     reason = optimizer.why_no_adapter()
     if config.peft != "none":
-        optimizer.merge()  # into the adapter's own tensors
+        optimizer.merge()  # into the adapter's tensors
         with place("adapter") as folder:
             save_peft_adapter(loaded, folder, config, tuning)
         return {"kind": "peft", "folder": "adapter", "adapter": config.peft}

@@ -24,7 +24,7 @@ _WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class _State:
-    """What the file system says of a file.
+    """Facts of the file system about a file.
 
     Attributes:
         size: in bytes.
@@ -162,7 +162,7 @@ def weights_in(folder: Path) -> list[Path]:
 
 
 def stamp(source: str) -> str | None:
-    """Returns a digest of size, times and number of each file of a model; None where that does not tell a change.
+    """Returns a digest of size, times and number of each file of a model; None if that does not show a change.
 
     `source` is a folder, a file, or a name of the hub, of which the local copy counts.
     """

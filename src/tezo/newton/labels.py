@@ -115,7 +115,7 @@ class Regression:
         return (self.w_IE @ turns_ER.float()).double() / self._fitted(turns_ER)[1]
 
     def predicted(self, turns_ER: Tensor) -> Tensor:
-        """Returns what these columns predict for each place, by the regression with it and without it, (2, P, R)."""
+        """Returns the predictions of these columns at each place, by the regression with and without it, (2, P, R)."""
         fitted_PR, size_R = self._fitted(turns_ER)
         return torch.stack([fitted_PR, self.unseen_PE @ turns_ER]) / size_R
 

@@ -7,13 +7,13 @@ With the slopes F of the scores z along K directions, (T, C, K), the loss of z +
 with s the size of coefficients that change scores by about 1. Newton's method finds the minimum. lambda is chosen by
 cross-validation over the rows.
 
-Directions that were found by a regression on these very rows promise too much of them. Where the regression predicts
+Directions found by a regression on these rows promise too much for them. Where the regression predicts
 the changes of scores P, and P' if each row had been left out of it, F is replaced by
 
     F' = F - r (P - P'),   s, r = argmin |F - s P' - r (P - P')|^2,
 
 with the means over rows and over classes taken off all three, and r kept between 0 and 1. That part of F, its
-optimism (Efron 2004), is not what other rows get. Coefficients are fitted to z + F' a, and validated by it.
+optimism (Efron 2004), does not hold for other rows. Coefficients are fitted to z + F' a, and validated by it.
 """
 
 import math

@@ -12,7 +12,7 @@ classes that they predict best, W (I, C) the regression of a layer, and w its we
 
     U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2:
 
-along a column, all layers together add to the scores what they predict, with size 1. The last layer also has constant
+along a column, all layers together add their prediction to the scores, with size 1. The last layer also has constant
 inputs, V^T x about 1, by which labels get a bias. So columns mean the same in all layers, and directions along them are
 proposed. The change that a column predicts for each row of the step, by regressions with and without that row, is kept
 beside it: a direction promises more of these rows than it does for others.
@@ -76,13 +76,13 @@ class ColumnPredictions:
 
 @dataclass(frozen=True, kw_only=True)
 class Look(Factors):
-    """The factors of all linear layers, and what they were found by.
+    """The factors of all linear layers, and the measurements behind them.
 
     `inputs` has all layers in the order of the model; layers that are not changed have zeros.
 
     Attributes:
-        signals: parameter name -> correlation of what its inputs predict with the errors of places that the regression
-            has not had; of layers that were regressed.
+        signals: parameter name -> correlation of the prediction from its inputs with the errors of places that the
+            regression has not had; of layers that were regressed.
         class_vectors: of labelled rows; None: the rows are free text.
         columns: predictions for the rows of the step; None: they are not known.
     """
@@ -210,7 +210,7 @@ class ErrorBasis(DataBasis[Look]):
             return self._of_text(source, rows, tried[-1], (text, outputs), passes + 2 * len(places))
         if not outputs.shared:
             raise RequestError(
-                "method.basis: these rows have options of their own, and errors are predicted for labels or tokens; "
+                "method.basis: these rows have per-row options, and errors are predicted for labels or tokens; "
                 "set method.name=head-feedback, or method.basis=gaussian."
             )
         last = tried[[t.name for t in tried].index([*recorded.inputs][-1])]

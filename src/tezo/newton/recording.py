@@ -136,13 +136,13 @@ class AddedVectors:
         added_TM = normal(shape, seed=0, step=self._step, name=target.name, role="nudge").double() * NUDGE * size
         raised_TC = self._raised({target.name: target}, {target.name: added_TM})
         gradient_MC = added_TM.T @ (_inverse(added_TM) @ raised_TC)
-        # the vector that raises a class by 1, by what was measured along it
+        # the vector that raises a class by 1, scaled by the rise measured along it
         return gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
 
     def acting(self, targets: Sequence[Target], vectors_MC: Tensor) -> ClassVectors:
         """Returns the layers at whose outputs S acts nearly as at the last one, and S scaled so that it acts by 1.
 
-        Each layer has places of its own; where these are fewer than the layers, the last ones alone are tried.
+        Each layer has separate places; if these are fewer than the layers, only the last layers are tried.
         """
         count, classes = len(self._outputs.labels_T), vectors_MC.shape[1]
         targets = targets[-count:]

@@ -8,8 +8,8 @@ so that z(W + sum_j a_j Z_j) ~ z(W) + sum_j a_j F_j. This is the generalized Gau
 2002) in a small subspace, as derivative-free least squares has it (DFO-GN and DFBGN, Cartis and Roberts 2019 and 2023).
 `linear_model` finds its minimum; there is no learning rate.
 
-The scores are not linear in a, so the real outputs z' at the solution are measured on the same rows. Where they are not
-nearly what was promised, the part t of the step is taken after which the scores
+The scores are not linear in a, so the real outputs z' at the solution are measured on the same rows. If they differ
+clearly from the promised ones, the part t of the step is taken after which the scores
 
     z + t F a + t^2 (z' - z - F a)
 
@@ -189,7 +189,7 @@ class GaussNewton(TwoPoint):
 
 
 def combined(directions: Sequence[Direction], factors: Sequence[float]) -> Direction:
-    """Returns sum_j factors[j] Z_j of low-rank directions with the same fixed factors: what a step adds."""
+    """Returns sum_j factors[j] Z_j of low-rank directions with the same fixed factors, the change by a step."""
     first = directions[0]
     assert isinstance(first, FixedFactors)
     ((_, coefficient),) = ParameterEstimate(directions, [len(factors) * factor for factor in factors], 0).tiles()

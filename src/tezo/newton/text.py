@@ -64,7 +64,7 @@ class TextRecord:
         place: numbers of the places, (P,) for each pass.
         x: inputs of the layer, (P, I) for each pass.
         h: inputs of the head, (P, D).
-        noise: what was added to the outputs of the layer, (P, M); nothing, if nothing was.
+        noise: noise added to the outputs of the layer, (P, M); nothing, if none was added.
         squares: mean squares of the layer's outputs.
         like: a tensor of the type and on the device of the head's inputs.
     """
@@ -181,7 +181,7 @@ def arrives(change_PM: Tensor, noise_PM: Tensor) -> tuple[Tensor, Tensor] | None
     missed_P = (change_PM - share_P.unsqueeze(1) * arrived_PM).square().sum(1)
     if float(missed_P.sum()) >= (1 - LEAST_ARRIVES) * float(change_PM.square().sum()):
         return None
-    chance = float((missed_P / size_P).mean()) / change_PM.shape[1]  # of the variance of s, what is not of the places
+    chance = float((missed_P / size_P).mean()) / change_PM.shape[1]  # the part of the variance of s that is noise
     places = max(0.0, 1 - chance / max(float(share_P.var(correction=0)), 1e-30))
     return gain_M, 1 + places * (share_P - 1)
 

@@ -1,4 +1,4 @@
-"""The base class of optimizers: what a training run asks of the zeroth-order ones and of first-order Adam alike."""
+"""The base class of optimizers: the interface of zeroth-order ones and of first-order Adam for a training run."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -72,8 +72,9 @@ def check_closure(closure: Closure | None) -> Closure:
 class BaseOptimizer(ABC):
     """An optimizer of the parameters of a model, as used by a training run.
 
-    By hooks, and by state of its dtype and device, it belongs to the model as it was when the optimizer was made. What
-    only one kind of optimizer has, the others have as a default: no cost, nothing found, or a refusal.
+    By hooks, and by state of its dtype and device, it belongs to the model as it was when the optimizer was made.
+    Members that matter only to one kind of optimizer have a default in the others: no cost, nothing found, or a
+    refusal.
 
     Attributes:
         model: the tuned model.
@@ -82,7 +83,7 @@ class BaseOptimizer(ABC):
         rules: names of the rules that a step can follow, the default first.
         by_gradients: whether a step takes the gradient of the loss, so that its record does not repeat it.
         num_directions: random directions per step; 0 for gradient steps.
-        per_example: whether each example of a batch has directions of its own.
+        per_example: whether each example of a batch has separate directions.
         num_steps: number of steps taken.
         num_forward_passes: number of closure evaluations in all steps.
         num_idle_steps: number of steps that learnt nothing; see `StepRecord.is_idle`.
@@ -137,7 +138,7 @@ class BaseOptimizer(ABC):
                 )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuses `copy.deepcopy` and `pickle`: a copy would have neither hooks nor a model of its own."""
+        """Refuses `copy.deepcopy` and `pickle`: a copy would have neither hooks nor a model."""
         raise RequestError(
             "an optimizer is bound to its model, and cannot be copied or pickled; make one over the other model, and "
             "give it the state by load_state_dict(optimizer.state_dict())."

@@ -50,7 +50,7 @@ class Losses(ABC):
 
 
 class RowLosses(Losses):
-    """Losses that can be told apart by example."""
+    """Losses that are known for each example."""
 
     @property
     @abstractmethod
@@ -59,7 +59,7 @@ class RowLosses(Losses):
 
     @property
     def example_tokens(self) -> int:
-        """As `tokens`, where each example has its own perturbations and shares no input with others."""
+        """As `tokens`, if perturbations are per example and examples share no input."""
         return self.tokens
 
     @abstractmethod

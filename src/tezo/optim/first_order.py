@@ -173,7 +173,7 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
         return 1  # the gradient is beside it
 
     def _step_in_float32(self) -> None:
-        # weights without a tensor in float32 get one for their own step alone
+        # weights without a tensor in float32 get one only for their step
         together = [weight for weight in self._weights if weight.takes_memory]
         for weights in (together, *([weight] for weight in self._weights if not weight.takes_memory)):
             for weight in weights:
@@ -269,7 +269,9 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
         """
         copied = {weight.target.name: weight for weight in self._weights if weight.has_copy}
         if state_dict.get("copies", {}).keys() != copied.keys():
-            raise RequestError("state_dict: it is of another optimizer or other weights; give what state_dict() was.")
+            raise RequestError(
+                "state_dict: it belongs to another optimizer or other weights; give this optimizer's state_dict()."
+            )
         super().load_state_dict(state_dict)
         self.num_steps, self.num_forward_passes = state_dict["num_steps"], state_dict["num_forward_passes"]
         for name, weight in copied.items():
@@ -287,7 +289,7 @@ class FirstOrderOptimizer(BaseOptimizer, torch.optim.AdamW):
     def load_resumable_state(
         self, state: Mapping[str, Tensor], records: Sequence[StepRecord], moments_since: int = 0
     ) -> None:
-        del moments_since  # Adam's state has its own count of steps
+        del moments_since  # Adam's state counts its steps itself
         self.load_tuned_state(state, len(records))
         for weight in self._weights:
             start, stepped = f"update/{weight.target.name}/", weight.stepped

@@ -1,4 +1,4 @@
-"""The part of the zeroth-order optimizer that takes no steps: its state, and what a run asks of it."""
+"""The part of the zeroth-order optimizer that takes no steps: its state, and its answers to a run."""
 
 from abc import ABC
 from collections.abc import Mapping, Sequence

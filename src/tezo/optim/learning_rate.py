@@ -115,7 +115,7 @@ def choose_lr(
         held_out_passes: its cost in forward passes of a batch.
         steps: of the run; a short one has shorter trials.
         budget: forward passes that the search may take; None: `MOST_PASSES` for each direction.
-        measured: what the measurement of rho found along these directions; None: it is measured here.
+        measured: result of the measurement of rho along these directions; None: it is measured here.
         progress: called with the passes made, and `budget`.
 
     Raises:
@@ -235,7 +235,7 @@ class _Search:
         probes, directions = self.optimizer.measure(self.batch(0)), self.optimizer.num_directions
         self._count(2 * directions)
         kappa_sq = sum(probe.projected_grad**2 for probe in probes) / len(probes)
-        kappa_sq /= len(probes) / directions  # rows that have their own directions; see `MeasuredScale`
+        kappa_sq /= len(probes) / directions  # rows with separate directions; see `MeasuredScale`
         means = [(probe.loss_plus + probe.loss_minus) / 2 for probe in probes]
         rho = self.optimizer.rho
         return loss, kappa_sq, 2 * (sum(means) / len(means) - loss) / rho**2 if rho else 0.0

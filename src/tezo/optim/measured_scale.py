@@ -1,4 +1,4 @@
-"""The perturbation scale rho of a run, measured along its own directions: not bent by curvature, not lost in rounding.
+"""The perturbation scale rho of a run, measured along its directions: not bent by curvature, not lost in rounding.
 
 The loss of row i at W + s rho Z is f_i + s rho g_i + rho^2 h_i / 2 + ... With the losses at both signs and at W,
 
@@ -7,18 +7,18 @@ The loss of row i at W + s rho Z is f_i + s rho g_i + rho^2 h_i / 2 + ... With t
 A step uses the odd part. The even part says how far the two points are from where the model is linear. Their ratio
 grows in proportion to rho, so one trial predicts the scale at which it is small enough.
 
-Rounding, of variance n^2 in half the difference of two losses, adds 3 n^2 to the square of the even part: half of a
-loss's at either sign, and its own at W. So an even part that is small enough says that rounding is, too. Otherwise one
-more pass measures it, at a scale so close that nothing else differs from what the two parts predict:
+Rounding, of variance n^2 in half the difference of two losses, adds 3 n^2 to the square of the even part: half of the
+loss's at each sign, and that of the loss at W. So an even part that is small enough says that rounding is, too.
+Otherwise one more pass measures it, at a scale so close that nothing else differs from the prediction by the two parts:
 
     noise_i = f_i(k rho) - (f_i + k odd_i + k^2 even_i),   k = 1.02,
     n^2 = mean noise_i^2 / (2 (1 + (1 - k^2)^2 + (k^2 + k^4) / 2)).
 
 All sizes are root mean squares over rows and directions.
 
-A reward has no slope to measure a scale by. What is measured there is the loss, per token, of answers that the model
-itself wrote: at a member W + rho Z it rises by about c rho^2, the divergence of the member's text from the model's. rho
-is where it rises by `RISE`: as far as the text changes, and not so far that it is none.
+A reward has no slope to measure a scale by. Instead the loss per token of answers that the model
+itself wrote is measured: at a member W + rho Z it rises by about c rho^2, the divergence of the member's text from the
+model's. rho is where it rises by `RISE`: far enough to change the text, and not so far that it stops being text.
 """
 
 import math
@@ -62,7 +62,7 @@ def untold(done: int, most: int) -> None:
 
 @dataclass(frozen=True)
 class ScaleError:
-    """How far the losses at a scale are from what a step assumes.
+    """How far the losses at a scale deviate from the assumptions of a step.
 
     Attributes:
         rho: the scale.
@@ -95,8 +95,8 @@ class MeasuredScale:
         chosen: the scale.
         tried: the scales in the order in which they were tried.
         loss: mean loss of the rows at W.
-        kappa_sq: mean square over the directions of the projected gradient of the mean loss; where each of B rows has
-            its own, the mean square of a row's over B, so that entries of a step's estimate are as large.
+        kappa_sq: mean square over the directions of the projected gradient of the mean loss; for directions
+            per row, the mean square of a row's over B rows, so that entries of a step's estimate are as large.
         second_derivative: mean of Z^T H Z over the directions, with H the Hessian of the mean loss, or of each row's.
         num_forward_passes: number of forward passes over the rows.
     """
@@ -129,8 +129,8 @@ def measure_scale(
 
     Args:
         optimizer: draws the directions, those of its next step.
-        losses: of the rows at the weights as they are, (rows,) or a scalar, float32 or wider. Where each row has its
-            own directions: as in a step.
+        losses: of the rows at the weights as they are, (rows,) or a scalar, float32 or wider. With per-row
+            directions: as in a step.
         start: first scale.
         progress: called after each pass or pair of passes.
         rounding: bound of the rounding error of a loss, as a part of it; None: not known. Where it is small enough no
@@ -200,7 +200,7 @@ class _Rows:
         return ScaleError(rho, _rms(self.even[rho]) / max(_rms(self.odd[rho]), 1e-300), rise=rise)
 
     def noise(self, rho: float, bound: float | None) -> tuple[float, float]:
-        """Returns (rounding noise of the odd part, or its bound; what is to be taken off the even parts for it)."""
+        """Returns (rounding noise of the odd part, or its bound; the amount to subtract from the even parts for it)."""
         bounds = [_rms(self.even[rho]) / math.sqrt(3)]
         if bound is not None:
             bounds.append(bound * float(self.losses.abs().max()))
@@ -258,7 +258,7 @@ class _Rows:
 
 
 def predicted_scale(tried: Sequence[ScaleError]) -> ScaleError | None:
-    """Returns the best of `SCALES` by what was measured, with the errors that it should have.
+    """Returns the best of `SCALES` by the measurements so far, with the errors predicted for it.
 
     In proportion to the scale curvature grows, as far as the model is not destroyed, and the part of rounding falls.
     Where no scale obeys both bounds, the best one exceeds them alike. None: it was tried, or the best of those that
@@ -293,7 +293,7 @@ def _rms(values: Tensor) -> float:
 
 
 def in_words(found: MeasuredScale, dtype: str) -> str:
-    """Returns what the user should know of a measured scale.
+    """Returns a sentence for the user on a measured scale.
 
     Args:
         found: the scale.
@@ -315,7 +315,7 @@ def in_words(found: MeasuredScale, dtype: str) -> str:
 
 
 RISE = 0.1
-"""Rise of the loss of the model's own answers at a member, in nats a token. In first trials with a model of 135M
+"""Rise of the loss of the model's answers at a member, in nats a token. In first trials with a model of 135M
 parameters members at a rise of 0.05 learnt to write JSON in a form, and those at 0.5 wrote hardly any JSON."""
 REACHES = (3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
 NEAR_RISE = 4.0
@@ -330,7 +330,7 @@ def measure_reach(optimizer: BaseOptimizer, loss: Callable[[], float]) -> tuple[
 
     Args:
         optimizer: whose directions are used; its rho stays as it is.
-        loss: mean loss per token of what the model wrote, at the parameters of the time of the call.
+        loss: mean loss per token of the model's answers, at the parameters of the time of the call.
     """
     count = min(MEMBERS, optimizer.num_directions)
     rise = math.inf

@@ -35,7 +35,7 @@ from tezo.system.values import takes
 SHARED: Final = "shared"
 PER_EXAMPLE: Final = "per-example"
 Directions = Literal["shared", "per-example"]
-"""Whether the examples of a batch share the directions of a step, or each has its own."""
+"""Whether the examples of a batch share the directions of a step, or each has separate ones."""
 
 
 FAR_ABOVE, FAR_AT_LEAST = 0.5, 0.1
@@ -60,12 +60,13 @@ class ZerothOrderOptimizer(HookedOptimizer):
         weight_decay: decoupled weight decay: each step multiplies the trained values by 1 - lr * weight_decay. These
             are the weights if the method writes them, else the change stored beside them (c, A or S). 1-D parameters
             are not decayed.
-        num_directions: directions averaged in a step, with two evaluations each; of each example, if it has its own.
+        num_directions: directions averaged in a step, with two evaluations each; if directions are per example, the
+            number for each example.
         targets: patterns that select the parameters, see `tezo.directions.targets.select_targets`.
         seed: seed of all draws.
         in_forward: False perturbs all parameters in place, as published code does (for comparison).
         directions: "shared": all examples of a batch meet the same directions, and the closure returns a scalar.
-            "per-example": each has its own at the price of the shared ones, see `tezo.optim.estimators.per_example`;
+            "per-example": each has separate ones at the cost of shared ones, see `tezo.optim.estimators.per_example`;
             the closure returns the loss of each row, (rows,), whose mean is the objective. Low-rank directions only,
             or noise with signs of each example.
         estimator: how the projected gradients of shared directions are measured.
@@ -80,11 +81,11 @@ class ZerothOrderOptimizer(HookedOptimizer):
         NonFiniteLossError: raised by `step`; the parameters are unchanged.
 
     A `PerturbationWarning` says once that a perturbed point has a loss far above `unperturbed_loss`: there the two
-    losses tell little of this model. Runs and Trainers set it. Elsewhere the first step takes one more pass for it if
-    its closure is of `tezo.closure`; with another closure nothing is compared until it is set.
+    losses contain little about this model. Runs and Trainers set it. Elsewhere the first step takes one more pass for
+    it if its closure is of `tezo.closure`; with another closure nothing is compared until it is set.
 
     Attributes:
-        per_example: whether each example of a batch has directions of its own.
+        per_example: whether each example of a batch has separate directions.
         parameters: parameter name -> the object that perturbs and updates the parameter.
         basis: source of the fixed factors of directions.
         estimator: of the first rule.
@@ -288,7 +289,7 @@ class ZerothOrderOptimizer(HookedOptimizer):
         rule, moments = self._rules[record.rule], self.moments[record.rule]
         for name, other in self._rules.items():
             if name == record.rule:
-                continue  # the update below carries over its own moments
+                continue  # the update below carries over the moments of this rule
             if other.restarts:
                 self.counts[name], self.moments[name] = 0, {}
             for parameter_name, state in self.moments[name].items():
@@ -322,7 +323,7 @@ class ZerothOrderOptimizer(HookedOptimizer):
             self._has_warned = True
             self.warn(
                 f"step {self.num_steps}: with method.rho {self.rho:g} the loss at a perturbed point is {highest:.4g}, "
-                f"and the model's own on these rows is {loss:.4g}; such a step says little of this model. Set a "
+                f"and the unperturbed loss on these rows is {loss:.4g}; such a step is not informative. Set a "
                 "smaller method.rho, beside method.name; most methods measure one where it is auto."
             )
 

@@ -129,7 +129,7 @@ def check_same(state_dict: Mapping[str, Any], described: str, names: Sequence[st
     Raises:
         RequestError: it is of another method, of other parameters, or of other options.
     """
-    # torch's own method would cast float32 state to the dtype of a bfloat16 parameter
+    # torch's method would cast float32 state to the dtype of a bfloat16 parameter
     if "tensors" not in state_dict:
         raise RequestError("state_dict: this is not a state_dict of a tezo optimizer; give one.")
     if state_dict["rule"] != described:

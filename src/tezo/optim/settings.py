@@ -6,7 +6,7 @@ from typing import Any
 
 SOURCES = GIVEN, DEFAULT, RESOLVED = "given", "default", "resolved"
 MOST_SHOWN = 3
-"""Members of a list in the text of `Settings`; what an engine cannot change are patterns by the dozen."""
+"""Members of a list in the text of `Settings`; parameters that an engine cannot change are dozens of patterns."""
 
 
 @dataclass(frozen=True)

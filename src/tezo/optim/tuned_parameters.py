@@ -69,7 +69,7 @@ class TunedParameters(dict[str, PerturbedParameter]):
         self.model, self.perturbation, self._update = model, perturbation, update
         self.merged = self.closed = self.reads_checked = False
         self.blocks = Blocks(model)
-        weakref.finalize(self, self.blocks.close).atexit = False  # what is left has no use for them
+        weakref.finalize(self, self.blocks.close).atexit = False  # at exit nothing needs them
         try:
             for target in targets:
                 kind = perturbation.direction_type(target)
@@ -105,7 +105,7 @@ class TunedParameters(dict[str, PerturbedParameter]):
                 f"reaches them; leave them out ('!{min(reads.names)}'), or set method.in_forward=false."
             )
         for parameter in by_hooks:
-            parameter.was_called = False  # what was compiled before there were hooks does not call them
+            parameter.was_called = False  # a graph compiled before there were hooks does not call them
         self.reads_checked = True
 
     def writes(self, parameter: PerturbedParameter) -> bool:
@@ -128,7 +128,7 @@ class TunedParameters(dict[str, PerturbedParameter]):
         if self.merged:
             return "the trained change is in the weights since merge()"
         if getattr(self.model, "peft_config", None):
-            return "the trained change is one of PEFT's own adapter; call merge(), then its save_pretrained()"
+            return "the trained change is in the PEFT adapter; call merge(), then its save_pretrained()"
         for parameter in self.values():
             target = parameter.target
             if self.writes(parameter):

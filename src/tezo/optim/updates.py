@@ -177,7 +177,7 @@ class Adam(Update):
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
     def corrections(self, step: int) -> tuple[float, float]:
-        """Returns what bias correction divides m and v by; 1 if it is not configured."""
+        """Returns the divisors of m and v in bias correction; 1 if it is not configured."""
         if not self.bias_correction:
             return 1.0, 1.0
         beta1, beta2 = self.betas

@@ -1,6 +1,6 @@
-"""The charts of a report: which curves each has, what it says in words, and its SVG, plotted by matplotlib.
+"""The charts of a report: the curves of each, its description in words, and its SVG, plotted by matplotlib.
 
-The page is about runs that a stranger may have made. What matplotlib writes is parsed, and only the elements and
+The page is about runs that a stranger may have made. The output of matplotlib is parsed, and only the elements and
 attributes of shapes and text are kept: no metadata, style sheet or link. Colours of runs are the page's, one for light
 and one for dark.
 """
@@ -34,7 +34,7 @@ from tezo.system.errors import RequestError
 from tezo.tasks.scoring import REWARD
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""Okabe and Ito's, which colour-blind people tell apart; the order keeps neighbours apart in grey too."""
+"""Okabe and Ito's, which colour-blind people can distinguish; the order keeps neighbours distinct in grey too."""
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -74,7 +74,7 @@ def figure_style(command: str, settings: Mapping[str, Any] | None = None) -> Ite
         yield Figure
 
 
-# What a chart shows
+# The contents of a chart
 
 MAX_VALUE = 1e150
 """Larger values are left out: the span of an axis could overflow."""
@@ -95,7 +95,7 @@ Style = Literal["dots", "line", "dev", "kept", "test", "steps", "rule"]
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: points (x, y) with x rising, of a run by its name and number, and in a word what of the run they are."""
+    """A curve: points (x, y) with x rising, of a run by its name and number, with a word for the part of the run."""
 
     run: str
     label: str
@@ -132,9 +132,9 @@ class Chart:
 
     @property
     def description(self) -> str:
-        """What it shows, in words, for those who don't see it."""
-        told = [one for one in self.series if one.style not in ("dots", "kept", "rule")] or self.series[:1]
-        return f"{self.title}: {self.y} over {self.x}. " + " ".join(one.describe() for one in told)
+        """A description in words, for those who don't see the chart."""
+        described = [one for one in self.series if one.style not in ("dots", "kept", "rule")] or self.series[:1]
+        return f"{self.title}: {self.y} over {self.x}. " + " ".join(one.describe() for one in described)
 
 
 def loss_charts(runs: Sequence[RecordedRun]) -> dict[str, dict[str, Chart]]:
@@ -201,7 +201,7 @@ def _without_far_dots(series: Sequence[Series]) -> tuple[list[Series], int]:
 
 
 def _loss_caption(series: Sequence[Series], half: int, outside: int) -> str:
-    """Returns what the marks are, of the styles that there are."""
+    """Returns a legend of the marks, for the styles that occur."""
     styles = {one.style for one in series}
     parts = {
         "dots": "Dots: the loss of each step, on its batch.",
@@ -237,7 +237,7 @@ def kappa_histogram(runs: Sequence[RecordedRun]) -> Chart | None:
         found = kappa_statistics(values)
         if found is not None and found.rms > 0:
             series.append(Series(run.name, "", i, "steps", histogram([value / found.rms for value in values])))
-    caption = "Each run in units of its own rms; the outermost bins hold what lies beyond."
+    caption = "Each run in units of its rms; the outermost bins hold all values beyond."
     return Chart("Projected gradients", "kappa / rms", "share of kappas", series, caption) if series else None
 
 
@@ -246,7 +246,7 @@ def signal_chart(index: int, run: RecordedRun) -> Chart | None:
     points = signal_by_layer(run.rounds[0].signal) if run.rounds else []
     if len(points) < 2:
         return None
-    caption = "Round 1: the layers whose inputs foretell most of what the outputs are wrong by are changed."
+    caption = "Round 1: the layers whose inputs best predict the errors of the outputs are changed."
     return Chart("Signal by layer", "layer", "signal", [Series(run.name, "", index, "dev", points)], caption)
 
 
@@ -305,7 +305,7 @@ def chart_svg(chart: Chart, *, large: bool = False) -> str:
         figure = figure_type(figsize=size)
         plot(chart, figure)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # the browser has fonts for what matplotlib's lacks
+            warnings.filterwarnings("ignore", "Glyph")  # the browser has fonts for glyphs that matplotlib's lacks
             figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     root = ElementTree.fromstring(written.getvalue())
     svg = _cleaned(root)

@@ -13,7 +13,7 @@ Points = list[tuple[float, float]]
 OUTLIER_RMS = 3
 """A kappa of more than so many rms is an outlier."""
 SPLITS = ("dev", "test")
-"""Splits whose metrics are points of a curve; others are of what is fitted to the untuned model."""
+"""Splits whose metrics are points of a curve; others belong to fits to the untuned model."""
 NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 """The number of a layer in the name of a parameter."""
 MAX_POINTS = 300
@@ -66,7 +66,7 @@ def metric_points(run: RecordedRun, name: str) -> dict[str, Points]:
 def dev_losses(run: RecordedRun) -> Points:
     """Returns (steps, loss on the dev rows), in the order of steps.
 
-    A run without test rows of its own evaluates its dev rows as "test" before the first step, and not again as "dev".
+    A run without separate test rows evaluates its dev rows as "test" before the first step, and not again as "dev".
     """
     of = metric_points(run, "loss")
     dev, before = of.get("dev", []), [point for point in of.get("test", [])[:1] if point[0] == 0]
@@ -118,7 +118,7 @@ def kappa_statistics(values: Sequence[float]) -> KappaStatistics | None:
 
 
 def histogram(values: Sequence[float]) -> Points:
-    """Returns (left edge, share) of 16 bins from -4 to 4, the outer ones with what lies beyond; then (4, 0)."""
+    """Returns (left edge, share) of 16 bins from -4 to 4, the outer ones with all values beyond; then (4, 0)."""
     counts = [0] * 16
     for value in values:
         counts[min(15, math.floor(2 * (max(-4.0, min(4.0, value)) + 4)))] += 1

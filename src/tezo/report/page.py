@@ -25,10 +25,10 @@ MOST_SHOWN = 12
 
 
 def save(folders: Sequence[Path], output: Path) -> None:
-    """Writes a page about run folders; what was at `output` is replaced.
+    """Writes a page about run folders; a file at `output` is replaced.
 
     Raises:
-        RequestError: a run can't be read, or the file can't be written; nothing has been.
+        RequestError: a run can't be read, or the file can't be written; then nothing is written.
     """
     if output.suffix.lower() not in (".html", ".htm"):
         raise RequestError(f"output is {output}; give a file that ends in .html.")
@@ -68,7 +68,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
     return environment.from_string(source).render(
         title=", ".join(run.name for run in runs),
         several=len(runs) > 1,
-        results=_results_table(runs),
+        results=_measuredtable(runs),
         comparison=tables.comparison(runs),
         differences=tables.differences(runs),
         losses=charts.loss_charts(runs),
@@ -81,7 +81,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a run came to: the metric that counts and the loss, as `metric_rows` gives them, and texts beside them."""
+    """The result of a run: the metric that counts and the loss, as `metric_rows` gives them, and texts beside them."""
 
     state: str
     headlines: list[Row]
@@ -92,7 +92,7 @@ class _Result:
 
 
 def _result(run: RecordedRun) -> _Result:
-    """Returns the result of a run, or what there is of it so far."""
+    """Returns the result of a run, or its state so far."""
     summary = run.summary
     if summary is None:
         split = "dev" if run.metrics("dev", last=False) else "test"
@@ -121,7 +121,7 @@ def _headlines(before: Mapping[str, float], after: Mapping[str, float]) -> list[
     return [row for row in rows if row[0] != "loss"][:1] + [row for row in rows if row[0] == "loss"]
 
 
-def _results_table(runs: Sequence[RecordedRun]) -> Table:
+def _measuredtable(runs: Sequence[RecordedRun]) -> Table:
     """Returns the results of runs below each other: a line for each."""
     results = [(run, _result(run)) for run in runs]
     names = list(dict.fromkeys(name for _, result in results for name, _ in result.headlines))
@@ -131,14 +131,14 @@ def _results_table(runs: Sequence[RecordedRun]) -> Table:
     for run, result in results:
         config, work = run_config(run), costs(run)
         ends = {name: Cell(before.text + ARROW + after.text) for name, (before, after, _) in result.headlines}
-        told = [Cell(result.state), Cell(result.rows or MISSING), *(ends.get(name, Cell()) for name in names)]
+        measured = [Cell(result.state), Cell(result.rows or MISSING), *(ends.get(name, Cell()) for name in names)]
         made = [Cell(config.method.name), Cell(shown_path(config.model.name))]
-        rows.append((run.name, [*told, *(work[fact] for fact in facts), *made]))
+        rows.append((run.name, [*measured, *(work[fact] for fact in facts), *made]))
     return Table("Results", ("run", "result", "measured on", *names, *facts, "method", "model"), rows)
 
 
 def _section(index: int, run: RecordedRun) -> dict[str, Any]:
-    """Returns what the template says of run number `index`, by the names that it has there."""
+    """Returns the values for run number `index`, by their names in the template."""
     config = run_config(run)
     every, changed = tables.settings(run)
     return {
@@ -167,14 +167,14 @@ def _section(index: int, run: RecordedRun) -> dict[str, Any]:
 
 def _extremes(run: RecordedRun) -> list[tuple[str, list[ScoredAnswer]]]:
     """Returns ("Best" and "Worst", answers of the last step by their scores); empty where nothing was scored."""
-    by_score = sorted(run.scored, key=lambda own: own.score)
+    by_score = sorted(run.scored, key=lambda answer: answer.score)
     count = min(MOST_EXTREME, len(by_score) // 2)
     parts = [("Best", by_score[::-1][:count]), ("Worst", by_score[:count])] if count else []
-    return [(name, [replace(own, completion=own.completion[:MOST_TEXT]) for own in part]) for name, part in parts]
+    return [(name, [replace(each, completion=each.completion[:MOST_TEXT]) for each in part]) for name, part in parts]
 
 
 def _answers(answers: KeptAnswers) -> dict[str, Any]:
-    """Returns what the page shows of answers, each row with whether it was right before and is right after."""
+    """Returns the answers that the page shows, each with whether it was correct before and after."""
     known = {words: outcome for outcome, words in OUTCOMES.items()}
     part = answers.rows < answers.of and bool(answers.outcomes)
     return {

@@ -1,4 +1,4 @@
-"""The tables of a report, and what a run says of its losses and settings."""
+"""The tables of a report, and the losses and settings of a run in words."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ class Cell:
     """A cell of a table.
 
     Attributes:
-        text: what is shown.
+        text: the text that is shown.
         value: that it stands for; None: the text is all there is.
         bar: shares before and after from 0 to 1, shown as a bar beside the text; None: nothing is.
     """
@@ -84,7 +84,7 @@ def _setting_cell(value: Any) -> Cell:
     return Cell("none" if value is None else str(value))
 
 
-# What a run says of itself
+# The records of a run about itself
 
 
 def run_config(run: RecordedRun) -> Config:
@@ -104,7 +104,7 @@ def run_config(run: RecordedRun) -> Config:
 
 
 def row_loss(run: RecordedRun) -> str:
-    """Returns in words what the loss of dev and test rows is; runs share a chart where their words are the same."""
+    """Returns a description of the loss of dev and test rows; runs with the same description share a chart."""
     names = {name for evaluation in run.evaluations for name in evaluation.metrics}
     if said := _said(run, "rows"):
         return said
@@ -116,19 +116,19 @@ def row_loss(run: RecordedRun) -> str:
 
 
 def step_loss(run: RecordedRun) -> str:
-    """Returns in words what the loss of a step on its batch is."""
+    """Returns a description of the loss of a step on its batch."""
     settings = run_config(run).train
     return _said(run, "steps") or (row_loss(run) if settings.minimises_loss else minus(settings.objective))
 
 
 def _said(run: RecordedRun, part: str) -> str | None:
-    """Returns what the summary says of a loss; None if there is none, or one of an earlier version."""
+    """Returns the description of a loss in the summary; None if there is none, or one of an earlier version."""
     said = (run.summary or {}).get("losses", {}).get(part)
     return said if isinstance(said, str) else None
 
 
 def shown_path(name: str) -> str:
-    """Returns a name; of a whole path the last part, for what is shown to others."""
+    """Returns a name, and only the last part of an absolute path, to show it to others."""
     path = Path(name)
     return path.name if path.is_absolute() else name
 
@@ -159,8 +159,8 @@ def settings(run: RecordedRun) -> tuple[dict[str, Any], dict[str, Any]]:
     config = run_config(run)
     known = {"model": ModelConfig(name=""), "data": DataConfig(), "train": TrainConfig()}
     defaults = {f"{name}.{key}": value for name, section in known.items() for key, value in vars(section).items()}
-    own = method(config.method.name).defaults()
-    defaults |= {"method.name": None, **{f"method.{key}": value for key, value in own.items()}}
+    options = method(config.method.name).defaults()
+    defaults |= {"method.name": None, **{f"method.{key}": value for key, value in options.items()}}
     given = {f"{section}.{key}": value for section, values in to_tree(config).items() for key, value in values.items()}
     every: dict[str, Any] = {}
     for key, value in {**defaults, **given}.items():
@@ -244,11 +244,11 @@ def rounds_table(run: RecordedRun) -> Table | None:
     """Returns a line for each step that kept the outputs of rows; None where there is none."""
     dev = dict(dev_losses(run))
     rows = []
-    for own in run.rounds[:MOST_ROUNDS]:
-        best = max(own.signal.items(), key=lambda found: found[1], default=None)
-        losses = [cell(own.own), cell(own.promised), cell(own.real), cell(own.taken, "{:.0%}".format)]
+    for step in run.rounds[:MOST_ROUNDS]:
+        best = max(step.signal.items(), key=lambda found: found[1], default=None)
+        losses = [cell(step.own), cell(step.promised), cell(step.real), cell(step.taken, "{:.0%}".format)]
         found = [Cell(), Cell()] if best is None else [cell(best[1], "{:.2f}".format), Cell(best[0])]
-        rows.append((str(own.step), [*losses, cell(dev.get(own.step)), *found]))
+        rows.append((str(step.step), [*losses, cell(dev.get(step.step)), *found]))
     head = ("round", "loss before", "promised", "measured", "taken", "dev loss after", "best signal", "of")
     return Table("Rounds", head, rows) if rows else None
 

@@ -1,1 +1,1 @@
-"""What a run has on disk, how each file is read back, and the words for its result."""
+"""The files of a run, how each is read back, and the words for its result."""

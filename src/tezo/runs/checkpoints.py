@@ -54,7 +54,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def remove_checkpoints(run: Path, keep: int = 0) -> None:
-    """Removes all except the newest `keep` checkpoints of a run, and what killed processes left of unfinished ones."""
+    """Removes all except the newest `keep` checkpoints of a run, and unfinished ones of killed processes."""
     for path in [*checkpoints(run)[keep:], *run.glob(f".{_PREFIX}*")]:
         remove(path)
 

@@ -35,7 +35,7 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, names: Iterable[str]) -> None:
     """Writes the manifest of a folder with these of its files, and all files of these of its folders."""
-    with storing(folder / MANIFEST):  # of what cannot be read there is no digest to write
+    with storing(folder / MANIFEST):  # an unreadable file has no digest
         entries = {name: entry_of(folder / name) for given in names for name in _files(folder, given)}
     tree = {_FILES: entries, _DIGEST: _digest(entries)}
     write_file(folder / MANIFEST, (json.dumps(tree, indent=2) + "\n").encode())
@@ -90,7 +90,7 @@ def check_manifest(folder: Path, names: Collection[str], *, required: bool = Fal
                     raise UntrustedError(f"{name} is not the file that was saved")
     except (UntrustedError, OSError) as error:
         raise RequestError(
-            f"{folder}: {error}; put an intact copy in its place. What was written at the end of the run is written "
+            f"{folder}: {error}; put an intact copy in its place. The files written at the end of the run are written "
             f"again from its log by `{resume_line_of(folder)}`, after {MANIFEST} is deleted."
         ) from None
 
@@ -130,28 +130,28 @@ def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
 
 
-def check_rows(header: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_rows(header: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raises a `RequestError` if the digests of rows differ from those in the header."""
     kinds = {"rows": "training rows", "answers": "answers of its training rows", "held_rows": "dev and test rows"}
-    for key, what in kinds.items():
-        if header.get(key) != own[key]:
-            raise RequestError(f"data: the {what} are not those that the run began with; restore them.")
+    for key, rows in kinds.items():
+        if header.get(key) != current[key]:
+            raise RequestError(f"data: the {rows} are not those that the run began with; restore them.")
 
 
 def check_place(
-    header: Mapping[str, Any], own: Mapping[str, Any], drawn_on_the_device: Callable[[], str | None]
+    header: Mapping[str, Any], current: Mapping[str, Any], drawn_on_the_device: Callable[[], str | None]
 ) -> list[str]:
     """Returns messages for the user about a changed device or changed package versions.
 
     Args:
         header: of the step log; "noise" is the version of the generator of dense noise and rounding on a CPU.
-        own: "device", "versions" and "noise" of this process.
+        current: "device", "versions" and "noise" of this process.
         drawn_on_the_device: returns the name of a parameter whose steps depend on the device type, or None.
 
     Raises:
         RequestError: the run's steps cannot be reproduced on this device.
     """
-    before, now, notices = header["device"], own["device"], []
+    before, now, notices = header["device"], current["device"], []
     if before != now:
         if (name := drawn_on_the_device()) is not None:
             raise RequestError(
@@ -159,12 +159,12 @@ def check_place(
                 f"cannot be reproduced on another device; set model.device={before}."
             )
         notices.append(f"the run began on {before}: on {now} steps may differ in rounding.")
-    elif now == "cpu" and header["noise"] != own["noise"] and (name := drawn_on_the_device()) is not None:
+    elif now == "cpu" and header["noise"] != current["noise"] and (name := drawn_on_the_device()) is not None:
         raise RequestError(
             f"steps.log: the run drew noise for {name} with version {header['noise']} of the generator, and "
-            f"this version of tezo has version {own['noise']}, which gives other weights; use the earlier tezo."
+            f"this version of tezo has version {current['noise']}, which gives other weights; use the earlier tezo."
         )
-    for package, version in own["versions"].items():
+    for package, version in current["versions"].items():
         if (old := header["versions"].get(package)) != version:
             notices.append(f"the run began with {package} {old}: with {version} steps may differ in rounding.")
     return notices

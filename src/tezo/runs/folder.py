@@ -1,10 +1,10 @@
-"""A run folder: what each file is for, and who writes it.
+"""A run folder: the purpose of each file, and its writers.
 
 config.yaml          resolved: `tezo train config.yaml` is the same run
 plan.json            every parameter: shape, kind, rank, whether it is trained, and how
 steps.log            every finished step and evaluation, see `tezo.runs.step_log`
 basis-<step>.safetensors   factors that a data-dependent basis computed at that step
-feedback-<step>.safetensors   what a feedback step measured
+feedback-<step>.safetensors   the measurements of a feedback step
 metrics.jsonl        one line every `log_every` steps, and one for each evaluation
 checkpoint-<step>/   until the run has ended, see `tezo.runs.checkpoints`
 adapter/             or model/: the result
@@ -71,7 +71,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 @dataclass
 class ResumeState(LogContents):
-    """The step log of a run, and what else its folder has to go on with.
+    """The step log of a run, and the rest of its state for resuming.
 
     Attributes:
         begun: whether there was a run before.
@@ -79,7 +79,7 @@ class ResumeState(LogContents):
         seconds: spent on steps so far.
         elapsed: seconds that the starts of the run have taken so far, as far as metrics.jsonl says.
         passes: forward passes in them.
-        notices: what the user should know.
+        notices: for the user.
         scorer_failed: whether the run ended because its scorer failed, and has not gone on since.
     """
 
@@ -114,7 +114,7 @@ class RunFolder:
         try:
             return read_log(self.path / LOG) if self.has_begun else None
         except RequestError:
-            return None  # `open` says what it is
+            return None  # `open` reports the damage
 
     def check_free(self, *, resume: bool = False) -> None:
         """Raises a `RequestError` if the folder exists and is not empty; one with a run may be resumed."""
@@ -155,7 +155,7 @@ class RunFolder:
         if begun:
             at = "the base" if checkpoint is None else f"checkpoint-{checkpoint.step}"
             notices.append(f"going on after step {len(log.steps)}, from {at} and {LOG}.")
-            notices.append(f"counts have what earlier starts did up to their last line in {METRICS}.")
+            notices.append(f"counts include the work of earlier starts up to their last line in {METRICS}.")
         return ResumeState(
             **vars(log),
             begun=begun,
@@ -188,7 +188,7 @@ class RunFolder:
             self._log.append(record)
 
     def append_scored(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Adds what a step has scored to scored.jsonl, before the step is in the log."""
+        """Adds the scored answers of a step to scored.jsonl, before the step is in the log."""
         if self._writes:
             self._scored.add(lines)
 

@@ -103,7 +103,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Round:
-    """What a step that keeps the outputs of rows measured, in metrics.jsonl; losses are of the rows of the step.
+    """Measurements of a step that keeps the outputs of rows, in metrics.jsonl; losses are of the rows of the step.
 
     Attributes:
         step: its number, from 1.
@@ -111,7 +111,8 @@ class Round:
         promised: loss after the whole step, by the model of the loss.
         real: the same as measured.
         taken: part of the step that was taken; 0: none.
-        signal: parameter name -> correlation of what its inputs foretell with the errors of rows not looked at.
+        signal: parameter name -> correlation of the errors predicted from its inputs with those of rows it was not
+            fitted to.
     """
 
     step: int
@@ -158,7 +159,7 @@ class RecordedRun:
         scored: the answers of the last step in scored.jsonl that have a score.
         summary: None: the run has not ended.
         answers: None: the run has not ended, or has kept none.
-        notices: what was left out, for the user.
+        notices: on parts that were left out, for the user.
     """
 
     folder: Path
@@ -245,7 +246,7 @@ def _read_files(folder: Path) -> RecordedRun:
         rollbacks=[log.rollbacks[step] for step in sorted(log.rollbacks)],
         times=[(step, seconds) for step, seconds in times if step <= len(log.steps)],
         memory=memory,
-        rounds=[own for own in rounds if own.step <= len(log.steps)],
+        rounds=[each for each in rounds if each.step <= len(log.steps)],
         scored=_read_scored(scored, checked=log.has_checksums),
         plan=_read_plan(folder / PLAN),
         summary=_read_summary(folder / SUMMARY),
@@ -263,7 +264,7 @@ def _read_files(folder: Path) -> RecordedRun:
 
 
 def _check_described(folder: Path, log: LogContents) -> None:
-    """Raises an `UntrustedError` where what a run wrote at its start is not what its log has the digest of."""
+    """Raises an `UntrustedError` if a file from the start of a run does not match the digest in its log."""
     for name in (CONFIG, PLAN):
         if name in log.files and hashlib.sha256(read_bytes(folder / name, MOST_JSON)).hexdigest() != log.files[name]:
             raise UntrustedError(f"{name} is not the file that was saved")
@@ -278,7 +279,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _finite(metrics: Any) -> dict[str, float]:
-    """Returns the metrics that are numbers; `null` and NaN stand for what could not be measured."""
+    """Returns the metrics that are numbers; `null` and NaN stand for missing measurements."""
     if not isinstance(metrics, dict) or any(isinstance(v, str | list | dict | bool) for v in metrics.values()):
         raise ValueError
     return {str(key): float(v) for key, v in metrics.items() if v is not None and _is_number(v)}

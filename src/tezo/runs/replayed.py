@@ -13,7 +13,7 @@ _OF_A_STEP = re.compile(r"[a-z]+-\d+\.safetensors")
 
 
 def complete(folder: Path, run: Path, steps: int, config: str) -> None:
-    """Writes what is beside a result: the settings, the log of the steps and what it depends on, and the manifest.
+    """Writes the files beside a result: the settings, the log of the steps with its files, and the manifest.
 
     Args:
         folder: of the replay, with its result.

@@ -14,8 +14,8 @@ RUN = "RUN"
 def resume_line(folder: Path | str, config: Mapping[str, Any], steps: int | None = None) -> str:
     """Returns the command, or for objects in memory the call in Python, by which a run goes on.
 
-    What a run folder is not believed in, because it may be a stranger's, must be given again: the line has its flags,
-    without the values.
+    Some settings are not taken from a run folder, because it may be a stranger's. They must be given again: the line
+    has their flags, without the values.
 
     Args:
         folder: of the run, or `RUN`.

@@ -106,7 +106,7 @@ class NewTotal:
     Attributes:
         before: number of steps that the run was to have until then.
         steps: number from then on, at least `step`.
-        ended: whether the run had ended, by its own rules or because it was asked to, before it had taken `before`.
+        ended: whether the run had ended, early or on request, before it had taken `before`.
     """
 
     step: int
@@ -249,8 +249,8 @@ def _end_of_entry(data: bytes, place: int) -> int | None:
     end: int = place + _ENTRY.size + _ENTRY.unpack_from(data, place)[1] + _CRC.size
     if end > len(data) or end - place > MOST_HEADER:
         return None
-    before, own = (_CRC.unpack_from(data, at - _CRC.size)[0] for at in (place, end))
-    return end if zlib.crc32(data[place : end - _CRC.size], before) == own else None
+    before, stored = (_CRC.unpack_from(data, at - _CRC.size)[0] for at in (place, end))
+    return end if zlib.crc32(data[place : end - _CRC.size], before) == stored else None
 
 
 def _is_damaged(data: bytes, valid: int) -> bool:
@@ -439,7 +439,7 @@ class StepLog:
             self._crc = crc
 
     def sync(self) -> None:
-        """Forces what was appended to disk."""
+        """Flushes appended entries to disk."""
         with storing(self.path):
             os.fsync(self._file)
 

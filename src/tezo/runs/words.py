@@ -13,7 +13,7 @@ BETTER, HARDLY, NO_BETTER = "Better", "Hardly better", "No better"
 
 
 def metric_text(name: str, value: float) -> str:
-    """Returns a loss, or what is no share, with four decimals; a share as a percentage: 0.512 -> "51.2 %"."""
+    """Returns a loss, or any number but a share, with four decimals; a share as a percentage: 0.512 -> "51.2 %"."""
     return f"{value:.4f}" if _is_plain(name, value) else f"{100 * value:.1f} %"
 
 
@@ -46,7 +46,7 @@ def measured_rows_text(summary: Mapping[str, Any]) -> str:
 
 
 def work_text(summary: Mapping[str, Any]) -> str:
-    """Tells the work of a run, as far as it is known, with the longest phases beside the time.
+    """Returns the work of a run in words, as far as it is known, with the longest phases beside the time.
 
     For example: "200 steps, 640 forward passes of 16 rows, 3 min 20 s (2 min 10 s steps); step 160 kept".
     """
@@ -65,7 +65,7 @@ def work_text(summary: Mapping[str, Any]) -> str:
 
 
 def least_text(summary: Mapping[str, Any]) -> str:
-    """Returns "at least " where a run was resumed: of what came behind the last line of metrics nothing is known."""
+    """Returns "at least " for a resumed run: its work after the last line of metrics is unknown."""
     return "at least " if EARLIER in summary.get("phases", {}) else ""
 
 

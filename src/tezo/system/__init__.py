@@ -1,1 +1,1 @@
-"""What stands below everything else: errors, files, processes and the meter of a command."""
+"""The base of all other packages: errors, files, processes and the meter of a command."""

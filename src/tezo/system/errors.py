@@ -48,8 +48,8 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 def resume_words(folder: Path) -> str:
-    """Tells how to go on, from Python, with a run that was cut short."""
-    return f"what it has done is in {folder}: go on with tezo.train(..., output={str(folder)!r}, resume=True)."
+    """Returns how to continue an interrupted run from Python."""
+    return f"its steps so far are in {folder}: continue with tezo.train(..., output={str(folder)!r}, resume=True)."
 
 
 class NonFiniteLossError(RunError):
@@ -63,12 +63,12 @@ class NonFiniteLossError(RunError):
     exit_code = 2
 
     def __init__(self, step: int, loss: float, last_loss: float | None) -> None:
-        told = "no step was taken before, so that the learning rate is not the reason"
+        state = "no step was taken before, so the learning rate is not the reason"
         way_out = "A model in float16 is loaded in float32 or bfloat16 instead; or lower method.rho"
         if last_loss is not None:
-            told = f"the last good loss was {last_loss:.6g}, and the weights are restored to before that step"
+            state = f"the last good loss was {last_loss:.6g}, and the weights are restored to before that step"
             way_out = "Lower method.lr or method.rho"
-        super().__init__(f"the loss is {loss} at step {step}; {told}. {way_out}, or check the rows of this batch.")
+        super().__init__(f"the loss is {loss} at step {step}; {state}. {way_out}, or check the rows of this batch.")
         self.step, self.last_loss = step, last_loss
 
 
@@ -85,7 +85,7 @@ class NonFiniteResultError(RunError):
 
 
 class NonFiniteModelError(NonFiniteResultError):
-    """What a model of `dtype` gives is NaN or infinite, though no step is under way: no learning rate helps."""
+    """Outputs of a model of `dtype` are NaN or infinite, outside any step: no learning rate helps."""
 
     def __init__(self, subject: str, value: float, dtype: object) -> None:
         name = str(dtype).removeprefix("torch.")

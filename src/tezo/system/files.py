@@ -90,7 +90,8 @@ def remove(path: Path) -> None:
 def storing(path: Path) -> Iterator[None]:
     """Turns a write error of the operating system into a `RunError` with the file and the way out.
 
-    Libraries in Rust (safetensors, tokenizers) raise such an error as their own, with its number in the words.
+    Libraries in Rust (safetensors, tokenizers) raise such an error as one of their classes, with its number in the
+    text.
 
     Raises:
         RequestError: a link or a hard link is in the way.
@@ -119,7 +120,7 @@ def storing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(what: str, way_out: str, *, but: type[Exception] = TezoError) -> Iterator[None]:
-    """Turns whatever a library raises over a file of any content into a `RequestError`: what (the reason); way out.
+    """Turns any exception of a library on a file of any content into a `RequestError`: what (the reason); way out.
 
     Errors of this library and of the class `but` stay as they are.
     """
@@ -209,7 +210,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def check_free(output: Path, ways: str = "give another --output, or delete it first") -> None:
     """Raises a `RequestError` with `ways` where `output` exists and is not an empty folder, or cannot be written.
 
-    A folder that has only what killed processes left of files and folders they were writing is emptied.
+    A folder that has only unfinished files and folders of killed processes is emptied.
     """
     if output.name == "-":  # whose path may be whole already
         raise RequestError("output is -, and standard output takes no folder; give a folder.")
@@ -233,7 +234,7 @@ def _beside(path: Path) -> Path:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether nothing is there, or what a process that has died was writing."""
+    """Whether nothing is there, or only an unfinished file of a dead process."""
     if path.is_symlink() or not path.name.startswith("."):
         return False
     if not path.is_dir():
@@ -341,7 +342,7 @@ def parse_yaml(data: str | bytes) -> Any:
     try:
         text = data if isinstance(data, str) else data.decode()
         value = yaml.safe_load(text[: MOST_YAML + 1])
-    except Exception as error:  # a false tag, such as !!timestamp x, ends in other errors than YAML's own
+    except Exception as error:  # a false tag, such as !!timestamp x, ends in other errors than YAML's
         raise UntrustedError(f"cannot be read as YAML ({one_line(error)})") from None
     count, level = 0, [value]
     for _ in range(MOST_DEPTH):  # an alias counts as often as it is used

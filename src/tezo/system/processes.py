@@ -90,15 +90,15 @@ class ProcessGroup:
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Has all ranks leave the block at the same time; `doing` says what happens in it, after "could not".
+        """Has all ranks leave the block at the same time; `doing` names the action in it, after "could not".
 
         Raises:
-            RunError: it failed on another rank, which is named. This rank's own error is raised as it is.
+            RunError: it failed on another rank, which is named. An error of this rank is raised as it is.
         """
         try:
             yield
         except Exception:
-            with suppress(RunError):  # this rank's own error says more
+            with suppress(RunError):  # the error of this rank says more
                 self.gather([1.0])
             raise
         failed = [rank for rank, (flag,) in enumerate(self.gather([0.0])) if flag]
@@ -166,8 +166,8 @@ def join() -> ProcessGroup:
     store = _meeting_point(rank, size)
     # the numbers are exchanged between CPUs, the shards of a model (if any) between GPUs
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    own = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=PATIENCE)
+    group_store = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=PATIENCE)
     return ProcessGroup(rank, size, store)
 
 

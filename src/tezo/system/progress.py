@@ -38,12 +38,12 @@ EARLIER, OTHER = "earlier starts", "everything else"
 """Names of phases, as they are shown and as summary.json has them."""
 
 SELDOM = 0.1
-"""Seconds between two times that listeners are told how far a phase is, at least."""
+"""Shortest time between two reports of a phase's progress to listeners, in seconds."""
 
 
 @dataclass
 class Work:
-    """What a command is doing at a moment: a phase, with what it has taken since it was opened.
+    """The activity of a command at a moment: a phase, with its costs since it was opened.
 
     Attributes:
         opened: `time.perf_counter()` when the phase was opened.
@@ -114,7 +114,7 @@ class Meter:
 
     @property
     def work(self) -> Work:
-        """What the command is doing now; may be read from any thread."""
+        """The current activity of the command; may be read from any thread."""
         phase = self._open[-1]
         now = time.perf_counter()
         seconds, counting = now - phase.opened, now - phase.counted
@@ -131,7 +131,7 @@ class Meter:
         finally:
             self._settle()
             self._open.pop()
-            if len(self._open) == 1:  # what has no name begins anew behind each phase
+            if len(self._open) == 1:  # the unnamed phase begins anew behind each phase
                 self._open[0].opened = self._since
             self._tell()
 
@@ -165,17 +165,17 @@ class Meter:
 
     @contextmanager
     def telling(self, listeners: Iterable[Told]) -> Iterator[None]:
-        """While open, these are told too."""
-        own = list(listeners)
-        self.told += own
+        """While open, these listeners are called too."""
+        added = list(listeners)
+        self.told += added
         try:
             yield
         finally:
-            for listener in own:
+            for listener in added:
                 self.told.remove(listener)
 
     def add_earlier(self, seconds: float, passes: float) -> None:
-        """Adds what earlier starts of a run have spent."""
+        """Adds the costs of earlier starts of a run."""
         self._earlier = (seconds, passes)
 
     @property
@@ -233,7 +233,7 @@ def tracked(items: Sequence[T], unit: str = "rows", sizes: Iterable[int] | None 
 
 
 LONGEST_SILENCE = 4.0
-"""Seconds without a line after which another one says what goes on."""
+"""Seconds without a line after which another line names the current phase."""
 REDRAWN = 0.5
 """Seconds between two states of a line that is overwritten."""
 
@@ -251,7 +251,7 @@ class StatusLine:
         write: writes a line in place of the stream, above a progress bar for example; no line is overwritten then.
 
     Attributes:
-        figures: name of a phase -> what is shown beside how far it is.
+        figures: name of a phase -> the figures shown beside its progress.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class StatusLine:
         if work.name != OTHER:
             self._latest = work.name
         if work.name == OTHER:
-            if self._overwrites:  # what a command prints stands on a line of its own
+            if self._overwrites:  # output of a command starts on an empty line
                 with self._lock:
                     self._clear()
         elif self._overwrites:
@@ -315,7 +315,7 @@ class StatusLine:
             self.look()
 
     def look(self) -> None:
-        """Says what goes on, where nothing was said for too long; a thread of the line calls it now and then."""
+        """Names the current phase after a long silence; a thread of the line calls it now and then."""
         is_due = time.monotonic() - self._last >= self._silence
         says_nothing = self.meter.work.name == OTHER and (self._overwrites or self._write is not None)
         if is_due and not says_nothing:
@@ -379,7 +379,7 @@ def duration_text(seconds: float) -> str:
 
 
 def quiet_imports() -> None:
-    """Turns off what torchao and bitsandbytes say at import of what they cannot load; errors are still shown.
+    """Turns off messages of torchao and bitsandbytes at import on parts that they cannot load; errors are still shown.
 
     transformers and PEFT import them where they are installed, whether or not a model is quantized.
     """

@@ -90,9 +90,9 @@ def _handle_waiting() -> None:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    own = getsignal(number)
-    handler = _handlers.get(number) if own is _wait else own
+    current = getsignal(number)
+    handler = _handlers.get(number) if current is _wait else current
     if callable(handler):
         handler(number, frame)
-    elif own == signal.SIG_DFL:  # set by the handler of the first signal
+    elif current == signal.SIG_DFL:  # set by the handler of the first signal
         signal.raise_signal(number)

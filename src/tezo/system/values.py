@@ -1,4 +1,4 @@
-"""Converts what settings and arguments are given as to their declared types, and refuses what is of none."""
+"""Converts the values of settings and arguments to their declared types, and refuses any other."""
 
 import inspect
 import types
@@ -76,7 +76,7 @@ def path_of(key: str, value: Any) -> Path:
 
 
 def takes(function: Any, *arguments: Any) -> bool:
-    """Returns whether an object can be called with these arguments, as far as it tells."""
+    """Returns whether an object can be called with these arguments, as far as its signature is known."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
@@ -106,8 +106,8 @@ def _check_is_no_list(key: str, value: Any) -> None:
     """Raises a `RequestError` for a string that was meant as a list: YAML takes !x, without quotes, for a tag."""
     if isinstance(value, str) and value.startswith("["):
         raise RequestError(
-            f"{key} is {value!r}, which YAML cannot read as a list; quote what begins with ! or has other signs of "
-            "YAML, as in [all, '!lm_head']."
+            f"{key} is {value!r}, which YAML cannot read as a list; quote parts that begin with ! or have other "
+            "signs of YAML, as in [all, '!lm_head']."
         )
 
 

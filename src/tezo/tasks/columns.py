@@ -21,7 +21,7 @@ MOST_CLASSES, REPEATED = 20, 5
 
 
 def with_text(rows: Sequence[Row], data: DataConfig, template: str) -> tuple[DataConfig, tuple[str, ...]]:
-    """Returns (the settings with the field that is the text of these labelled rows, notices on what was taken for it).
+    """Returns (the settings with the field that is the text of these labelled rows, notices on this choice).
 
     It is the field that `data.text` names. Where that is at its default and there is no such field, it is the only
     field of text, or the longest one, if it alone has one of the names `USUAL`.

@@ -58,7 +58,7 @@ def evaluate(
             example; their means are returned as well.
         max_new_tokens: maximum length of a continuation in tokens.
         calibrate: see `option_scores`.
-        reward: what is measured in place of the answers.
+        reward: measured in place of the answers.
         step: whose random numbers the reward samples with.
     """
     objective.adapt(model, encoded)
@@ -81,7 +81,7 @@ def evaluate(
 
 
 def evaluated_by(outputs: Outputs, encoded: Sequence[Encoded], *, shared: bool) -> Evaluated:
-    """Returns what `evaluate` returns, without answers, by the outputs of these examples.
+    """Returns the result of `evaluate`, without answers, from the outputs of these examples.
 
     Args:
         outputs: of all examples.
@@ -151,7 +151,7 @@ def option_scores(
     """Returns for each example the scores of its options, (O,) in float64 on the CPU.
 
     With `calibrate` a score compares the option after the prompt with the option after the null prompt, the prompt
-    without the row's own text (surface form competition, Holtzman et al. 2021):
+    without the row's text (surface form competition, Holtzman et al. 2021):
 
         log p(option | prompt) - log p(option | null prompt).
 
@@ -219,7 +219,7 @@ def _evaluate_text(model: Any, objective: CausalObjective, encoded: Sequence[Enc
 
 def _parts(sums: Sequence[float], tokens: int) -> list[float]:
     """Returns the part of each example in a mean over tokens, by the sums over its tokens."""
-    return [own * len(sums) / tokens for own in sums]
+    return [each * len(sums) / tokens for each in sums]
 
 
 def _measured(measures: Sequence[Measure], answers: Sequence[str], encoded: Sequence[Encoded]) -> Metrics:

@@ -36,7 +36,7 @@ def visible(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """Returns what `visible` returns, in lower case and with single blanks: texts are alike where this is equal."""
+    """Returns the result of `visible` in lower case and with single blanks: texts are alike if it is equal."""
     return " ".join(visible(text).split()).casefold()
 
 
@@ -62,15 +62,15 @@ class Row:
         """
         if name in self.fields:
             return name
-        alike = [own for own in self.fields if own.strip().casefold() == name.strip().casefold()]
+        alike = [field for field in self.fields if field.strip().casefold() == name.strip().casefold()]
         if len(alike) > 1:
             raise RequestError(f"{self.where}: the fields {alike[0]!r} and {alike[1]!r} are both {name!r}; rename one.")
         return alike[0] if alike else None
 
     def get(self, name: str) -> Any:
         """Returns the value of a field, found as by `column`; None if it is missing."""
-        own = self.column(name)
-        return None if own is None else self.fields[own]
+        field = self.column(name)
+        return None if field is None else self.fields[field]
 
     def __getitem__(self, name: str) -> str:
         """Returns the string in a field of exactly this name; see `value`."""
@@ -106,7 +106,7 @@ def plain(value: Any) -> Any:
 
 def rows_of_fields(fields: Iterable[Mapping[str, Any]], place: str, classes: Mapping[str, Sequence[str]]) -> list[Row]:
     """Makes rows of mappings, with plain values, that are called row 1, 2, ... of `place`."""
-    return [Row(plain(own), f"{place}row {number}", classes) for number, own in enumerate(fields, start=1)]
+    return [Row(plain(row), f"{place}row {number}", classes) for number, row in enumerate(fields, start=1)]
 
 
 def check_fields_differ(names: Sequence[str], place: str) -> None:
@@ -118,7 +118,7 @@ def check_fields_differ(names: Sequence[str], place: str) -> None:
 
 def class_names(features: Mapping[str, Any] | None) -> dict[str, tuple[str, ...]]:
     """Returns the names of the classes of each field that has some, by the features of a data set of `datasets`."""
-    return {name: tuple(own.names) for name, own in (features or {}).items() if hasattr(own, "int2str")}
+    return {name: tuple(feature.names) for name, feature in (features or {}).items() if hasattr(feature, "int2str")}
 
 
 def blank(row: Row, kept: tuple[str, ...] = ()) -> Row:
@@ -140,14 +140,14 @@ class Example:
         chat: whether the prompt was rendered by a chat template, special tokens included.
         slot: for a masked model, the position of the mask in the prompt, in characters; otherwise None.
         names: names of the options in predictions; empty: the options without surrounding spaces.
-        null: the prompt without the row's own text, for calibrated scores; None if there is none.
+        null: the prompt without the row's text, for calibrated scores; None if there is none.
         right: indices of all correct options, if there can be several; empty: only `label`.
         references: correct answers to compare a predicted text with.
         ends: whether the token that ends an answer is learnt as part of it.
         whole: whether the answer is a whole text without a prompt; all of its tokens after the first are learnt.
         fields: the fields of the row, for a reward; otherwise empty.
         messages: of the prompt, where the row is a conversation; otherwise empty.
-        note: what a notice says of the row; "" if nothing.
+        note: text of a notice on the row; "" if there is none.
     """
 
     prompt: str

@@ -38,8 +38,8 @@ MOST_DECIMALS = 20
 LIKE = 0.8
 """Likeness, of `difflib`, from which a field's name may be meant for another; that of "lable" and "label"."""
 
-NO_TEXT = "the text is empty, so that only the template is left to tell the label; fill it in, or remove such rows."
-"""What a notice says of labelled rows whose fields of text are all blank."""
+NO_TEXT = "the text is empty, so only the template is left to predict the label; fill it in, or remove such rows."
+"""The notice on labelled rows whose fields of text are all blank."""
 
 NO_LABEL = "the label is empty; fill it in, or remove the row."
 
@@ -58,17 +58,17 @@ def _label_in(row: Row, name: str) -> str:
     Raises:
         RequestError: it is missing, a number with decimals or several labels.
     """
-    own, value = row.column(name), row.get(name)
+    field, value = row.column(name), row.get(name)
     if isinstance(value, float) and value.is_integer():  # as pandas has whole numbers where one of them is missing
         return str(int(value))
     if isinstance(value, float):
         raise RequestError(
-            f"{row.where}: field {own!r} is {value}, and numbers with decimals are not learnt; write classes as "
+            f"{row.where}: field {field!r} is {value}, and numbers with decimals are not learnt; write classes as "
             "strings or whole numbers, or give rows with a prompt and a completion."
         )
     if isinstance(value, list | dict):
         raise RequestError(
-            f"{row.where}: field {own!r} has several labels, and one is learnt for each row; write a row for each "
+            f"{row.where}: field {field!r} has several labels, and one is learnt for each row; write a row for each "
             "question with one answer, or give rows with a prompt and a completion that names the labels."
         )
     return text_in(row, name).strip()
@@ -76,7 +76,7 @@ def _label_in(row: Row, name: str) -> str:
 
 def _names_of_classes(row: Row, name: str) -> Sequence[str]:
     """Returns the names that the data set has for the numbers in a field; empty if it has none."""
-    return [own.strip() for own in row.classes.get(row.column(name) or name, ())]
+    return [each.strip() for each in row.classes.get(row.column(name) or name, ())]
 
 
 def _class_in(row: Row, name: str) -> str:
@@ -93,7 +93,7 @@ def _class_in(row: Row, name: str) -> str:
 
 
 def _unlabelled(label: str) -> str:
-    """Says what a label of -1 means; "" for others."""
+    """Returns the meaning of a label of -1, in words; "" for others."""
     return ", which data sets have for a row without a label" if label == "-1" else ""
 
 
@@ -208,31 +208,31 @@ def _check_text_alone(rows: Sequence[Row], data: DataConfig) -> None:
                 f"data.{name} is {value!r}, and {row.where} has no such field, but {', '.join(row.fields)}; set "
                 f"data.{name} to one of them, {alone}."
             )
-    others = [own for own in row.fields if own != row.column(data.text)]
-    for own in others:
-        if _is_near(own, data.label):
-            ways = f"data.label={own} to learn it as the label"
-        elif _is_near(own, data.completion) or _is_near(own, OUTPUT):
-            ways = f"data.prompt={data.text} and data.completion={own} to learn it as the answer"
+    others = [field for field in row.fields if field != row.column(data.text)]
+    for field in others:
+        if _is_near(field, data.label):
+            ways = f"data.label={field} to learn it as the label"
+        elif _is_near(field, data.completion) or _is_near(field, OUTPUT):
+            ways = f"data.prompt={data.text} and data.completion={field} to learn it as the answer"
         else:
             continue
-        raise RequestError(f"{row.where}: beside {data.text!r} there is the field {own!r}; set {ways}, {alone}.")
-    for own in others:
-        found = [str(one.fields.get(own)).strip() for one in rows]
+        raise RequestError(f"{row.where}: beside {data.text!r} there is the field {field!r}; set {ways}, {alone}.")
+    for field in others:
+        found = [str(one.fields.get(field)).strip() for one in rows]
         values = Counter(found)
         if len(values) > 1 and are_classes(found):
             most = [name for name, _ in values.most_common(3)]
             raise RequestError(
-                f"{row.where}: beside {data.text!r} the field {own!r} has {len(values)} values "
-                f"({', '.join(most)}{', ...' * (len(values) > len(most))}); set data.label={own} to learn them as "
+                f"{row.where}: beside {data.text!r} the field {field!r} has {len(values)} values "
+                f"({', '.join(most)}{', ...' * (len(values) > len(most))}); set data.label={field} to learn them as "
                 f"labels, {alone}."
             )
 
 
-def _is_near(own: str, name: str) -> bool:
+def _is_near(field: str, name: str) -> bool:
     """Whether a field's name is like `name`, or has it as one of its words."""
-    words = re.split(r"[^a-z0-9]+", own.casefold())
-    plural = [form for word in (*words, own.strip().casefold()) for form in (word, word.removesuffix("s"))]
+    words = re.split(r"[^a-z0-9]+", field.casefold())
+    plural = [form for word in (*words, field.strip().casefold()) for form in (word, word.removesuffix("s"))]
     return bool(difflib.get_close_matches(name.casefold(), plural, n=1, cutoff=LIKE))
 
 
@@ -242,15 +242,15 @@ def _shape(row: Row, data: DataConfig) -> str:
     if preference and data.completion not in row.fields:
         raise RequestError(
             f"{row.where}: a chosen and a rejected answer are a preference, which is not learnt; set "
-            "data.completion=chosen (or data.messages=chosen for whole conversations) to learn what was chosen."
+            "data.completion=chosen (or data.messages=chosen for whole conversations) to learn the chosen answers."
         )
     if shape is not None:
         return shape
     meant = [
-        f"data.{name}={own}"
+        f"data.{name}={field}"
         for name in ("prompt", "completion", "messages", "text", "label")
-        for own in row.fields
-        if own != row.column(getattr(data, name)) and _is_near(own, getattr(data, name))
+        for field in row.fields
+        if field != row.column(getattr(data, name)) and _is_near(field, getattr(data, name))
     ]
     answer = row.column(data.completion)
     if answer is not None and row.column(data.prompt) is None and not meant:
@@ -286,25 +286,27 @@ def _label_format(rows: Sequence[Row], kind: Kind, data: DataConfig, classes: Se
     if set(names) <= {"mask"}:
         raise RequestError(
             f"data.template: {template!r} names no field, so all prompts would be equal; "
-            f"put one in braces: {', '.join(own for own in rows[0].fields if own != answer)}."
+            f"put one in braces: {', '.join(field for field in rows[0].fields if field != answer)}."
         )
     read = {*names, *map(rows[0].column, names)} - {None}
     if read & {data.label, answer}:
         key, value = ("template", template) if data.template else ("text", data.text)
         raise RequestError(
-            f"data.{key} is {value!r}, which puts the label into the prompt ({data.label!r} is what data.label names); "
+            f"data.{key} is {value!r}, which puts the label into the prompt (data.label={data.label}); "
             "name only fields that are known before the answer."
         )
     words = dict(data.label_words or _words_of(rows, data.label, classes))
     if len(words) < 2:
-        key, what = ("label_words", "name") if data.label_words else ("label", "give rows with")
-        raise RequestError(f"data.{key}: there is only one label ({', '.join(words)}); {what} two or more.")
+        key, verb = ("label_words", "name") if data.label_words else ("label", "give rows with")
+        raise RequestError(f"data.{key}: there is only one label ({', '.join(words)}); {verb} two or more.")
     for label, word in words.items():
         if not visible(word):
             raise RequestError(f"data.label_words: the word of the label {label!r} is empty; give it one.")
     for word, count in Counter(words.values()).items():
         if count > 1:
-            raise RequestError(f"data.label_words: two labels have the word {word!r}; give each label its own word.")
+            raise RequestError(
+                f"data.label_words: two labels have the word {word!r}; give each label a different word."
+            )
     return LabelFormat(data.label, template, words, kind, data.text)
 
 

@@ -41,7 +41,7 @@ class Sampling:
         return -torch.log(-torch.log(uniform.clamp(1e-300, 1 - 1e-16)))
 
     def seed_of(self, row: int) -> int:
-        """Returns a seed for the completion of a row, for an engine that draws random numbers of its own."""
+        """Returns a seed for the completion of a row, for an engine that draws its random numbers itself."""
         return seed_of(self.seed, self.step, f"completion of row {row}")
 
     def of(self, wanted: Continuing, rows: Sequence[int]) -> Continuing:
@@ -68,7 +68,7 @@ def completions(
     sampling: Sampling | None = None,
     heard: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Returns the completion of each prompt, in order, up to what ends it; see `continuations` and `texts_of`.
+    """Returns the completion of each prompt, in order, up to its end; see `continuations` and `texts_of`.
 
     `heard` is called with each new piece of the completion of a single prompt.
     """
@@ -112,7 +112,7 @@ def continuations(
 ) -> list[list[list[int]]]:
     """Returns the tokens that each of `copies` models, which hooks may perturb differently, writes after each prompt.
 
-    The last of them is what ends a completion, unless it was cut at `max_new_tokens`. Without `sampling` they are
+    The last of them ends a completion, unless it was cut at `max_new_tokens`. Without `sampling` they are
     greedy; with it, all models have the same random numbers. `heard` is called with each token of a single prompt.
     """
     assert isinstance(objective, CausalObjective)
@@ -130,9 +130,9 @@ def continuations(
                 wanted = sampling.of(wanted, alike)
             prompts = [encoded[i].prompt for i in alike]
             every = objective.evaluator.continuations(model, objective.tokenizer, prompts, wanted, copies)
-            for own, rows in zip(found, every, strict=True):
+            for texts, rows in zip(found, every, strict=True):
                 for i, tokens in zip(alike, rows, strict=True):
-                    own[i] = _to_the_end(tokens, ends)
+                    texts[i] = _to_the_end(tokens, ends)
     return found
 
 
@@ -143,10 +143,10 @@ def _to_the_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
 
 
 def texts_of(objective: Objective, encoded: Sequence[Encoded], continued: Sequence[Sequence[int]]) -> list[str]:
-    """Returns the completions that the tokens of `continuations` are, without what ends them.
+    """Returns the texts of the tokens of `continuations`, without their ends.
 
-    A completion of text is what follows the prompt, to the space. Messages, and answers of one line, are without
-    surrounding spaces, which templates and tasks put there. The objective counts those that were cut.
+    A completion of text is the exact text after the prompt, including spaces. Messages, and answers of one line, are
+    without surrounding spaces, which templates and tasks put there. The objective counts those that were cut.
     """
     assert isinstance(objective, CausalObjective)
     texts = []

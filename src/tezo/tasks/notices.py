@@ -10,12 +10,12 @@ from tezo.tasks.objectives.objective import Cuts, Encoded, Objective
 from tezo.tasks.rows import Format
 
 MANY_OPTIONS = 50
-"""Number of options from which a notice says what it costs that they cannot share a row."""
+"""Number of options from which a notice reports the cost of options that cannot share a row."""
 
 MOST_NAMED = 10
 """Labels that are named of many."""
 MOST_BEFORE, MOST_AFTER = 180, 120
-"""Characters of a row that are shown: the last before what is learnt, the first of what is."""
+"""Characters of a row that are shown: the last before the learnt part, the first in it."""
 
 
 def token_notices(objective: Objective, max_new_tokens: int = 0) -> list[str]:
@@ -27,37 +27,37 @@ def token_notices(objective: Objective, max_new_tokens: int = 0) -> list[str]:
     """
     found: list[str] = []
 
-    def tell(counted: Cuts, what: str, rest: str) -> None:
+    def note_rows(counted: Cuts, what: str, rest: str) -> None:
         if counted.rows:
             found.append(f"{counted.rows} {what} ({'; '.join(counted.examples)}){rest}")
 
     if max_new_tokens:
-        tell(
+        note_rows(
             objective.unfinished,
             f"of {objective.written} answers were cut at {max_new_tokens} new tokens",
             "; --max-new-tokens (in Python, max_new_tokens=...) raises the limit.",
         )
-    tell(
+    note_rows(
         objective.endless,
         "answer(s) have no end that is learnt",
         ": neither the tokenizer nor the model's generation_config names a token that ends a text (eos), so the model "
         "will write on up to the limit; set eos_token in the tokenizer.",
     )
-    for note, own in objective.notes.items():
-        tell(own, "row(s)", f": {note}")
-    tell(
+    for note, counted in objective.notes.items():
+        note_rows(counted, "row(s)", f": {note}")
+    note_rows(
         objective.cuts,
         f"text(s) are longer than {objective.max_length} tokens",
         f": {objective.cuts.tokens} tokens cut, {objective.side_cut}. data.max_length sets the limit.",
     )
-    tell(
+    note_rows(
         objective.unknown,
         "answer(s) have text that the tokenizer does not know",
         f": the model learns to write {objective.tokenizer.unk_token} for it; reword it, or take another model.",
     )
-    tell(
+    note_rows(
         objective.split,
-        "prompt(s) end inside what would be one token with the answer",
+        "prompt(s) end inside a token that would span prompt and answer",
         ", so the model reads unusual pieces; where a prompt ends with a space, begin the answer with it instead.",
     )
     return found + _of_options(objective)
@@ -67,12 +67,12 @@ def _of_options(objective: Objective) -> list[str]:
     by_tokens = _groups(objective.options, objective.option_tokens)
     by_look = _groups(objective.options, folded)
     found = [
-        f"{_named(equal)} are the same tokens for this model, so it cannot tell them apart; choose other "
+        f"{_named(equal)} are the same tokens for this model, so it cannot distinguish them; choose other "
         "data.label_words, or another model."
         for equal in by_tokens
     ]
     found += [
-        f"{_named(alike)} differ only in case, in blanks or in what is not seen, and are different labels; where they "
+        f"{_named(alike)} differ only in case, blanks or invisible characters, and are different labels; where they "
         "are one, write them the same way."
         for alike in by_look
         if alike not in by_tokens
@@ -106,7 +106,7 @@ def leak_notices(train: Sequence[Example], dev: Sequence[Example], test: Sequenc
     if trained := count(held, train):
         found.append(
             f"{trained} of the {len(held)} dev and test rows are training rows too, by their prompts and answers; "
-            "their loss and scores measure what was memorised."
+            "their loss and scores measure memorised text."
         )
     return found
 
@@ -117,17 +117,17 @@ def label_notices(examples: Sequence[Example], labels: Sequence[str]) -> list[st
     by_prompt: dict[str, list[Example]] = {}
     for example in examples:
         by_prompt.setdefault(folded(example.prompt), []).append(example)
-    apart = [same for same in by_prompt.values() if len({own.label for own in same}) > 1]
+    apart = [same for same in by_prompt.values() if len({row.label for row in same}) > 1]
     if apart:
         first = apart[0][0]
-        other = next(own for own in apart[0] if own.label != first.label)
+        other = next(row for row in apart[0] if row.label != first.label)
         found.append(
             f"{sum(map(len, apart))} training rows have the text of another and not its label, such as {first.where} "
             f"and {other.where}; leave the right ones."
         )
     counts = Counter(example.label for example in examples)
     rows = {name: counts[number] for number, name in enumerate(labels)}
-    none, single = ([repr(name) for name, own in rows.items() if own == count] for count in (0, 1))
+    none, single = ([repr(name) for name, number in rows.items() if number == count] for count in (0, 1))
     if none:
         found.append(f"no training row has the label {_listed(none)}; give some, or little is learnt of it.")
     if single:
@@ -160,12 +160,12 @@ def rows_as_read(
 ) -> tuple[str, str]:
     """Returns (the shape of the rows with the fields that are read, one `row` of them as the model reads it), in words.
 
-    `scored`: whether a scorer gets all fields, and what the model writes in the place of an answer.
+    `scored`: whether a scorer gets all fields, and the text of the model in place of an answer.
     """
     named = {name: row.column(name) for name in form.columns if not (scored and name in form.answers)}
-    found = {name: own for name, own in named.items() if own is not None}
-    read = [name if own == name else f"{name} (here {own!r})" for name, own in found.items()]
-    others = [own for own in row.fields if own not in named.values()]
+    found = {name: field for name, field in named.items() if field is not None}
+    read = [name if field == name else f"{name} (here {field!r})" for name, field in found.items()]
+    others = [field for field in row.fields if field not in named.values()]
     example, labels = encoded.example, _listed(form.labels)
     shape = (
         f"{form.shape} rows"
@@ -173,8 +173,8 @@ def rows_as_read(
         + (f"; {'for the scorer' if scored else 'not read'}: {', '.join(others)}" if read and others else "")
         + (f"; labels: {labels}" if labels else "")
     )
-    own = (example.label or 0) if len(encoded.sequences) > 1 else 0
-    ids, count = encoded.sequences[own], encoded.answers[own] if isinstance(objective, CausalObjective) else 0
+    option = (example.label or 0) if len(encoded.sequences) > 1 else 0
+    ids, count = encoded.sequences[option], encoded.answers[option] if isinstance(objective, CausalObjective) else 0
     before, behind = ids[: len(ids) - count], ids[len(ids) - count :]
     prompt = text_after(objective.tokenizer, (), before, special=True)
     learnt = text_after(objective.tokenizer, before, behind, special=True)
@@ -182,6 +182,6 @@ def rows_as_read(
         learnt = "" if example.label is None else example.options[example.label]
     shown = "..." * (len(prompt) > MOST_BEFORE) + prompt[-MOST_BEFORE:]
     after = repr(learnt[:MOST_AFTER] + "..." * (len(learnt) > MOST_AFTER))
-    after = "what it writes, which is scored" if scored else after
+    after = "its text, which is scored" if scored else after
     tokens = f"{len(ids)} tokens" + f", the last {count} learnt" * (count > 0)
     return shape, f"{example.where}, as the model reads it ({tokens}): {shown!r} -> {after}"

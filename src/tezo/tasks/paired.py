@@ -39,11 +39,11 @@ def chance(before: Sequence[float], states: Sequence[Sequence[float]], kept: int
     """
     gains_SR = np.asarray(before, dtype=np.float64) - np.asarray(states, dtype=np.float64)
     known_SR = np.isfinite(gains_SR)
-    own_R = gains_SR[kept][known_SR[kept]]
-    if not own_R.any():
+    kept_R = gains_SR[kept][known_SR[kept]]
+    if not kept_R.any():
         return 1.0
     gains_SR = np.where(known_SR, gains_SR, 0.0) / np.maximum(1, known_SR.sum(1, keepdims=True))
-    return max(_by_signs(gains_SR, kept), _by_skewness(own_R))
+    return max(_by_signs(gains_SR, kept), _by_skewness(kept_R))
 
 
 def _by_signs(gains_SR: NDArray[np.float64], kept: int) -> float:

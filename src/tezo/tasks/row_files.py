@@ -1,6 +1,6 @@
 """Settings of the data, and rows of one file: JSONL, JSON, CSV, TSV, Parquet or plain text, each also as .gz.
 
-Lines are not read by `datasets`, which changes what a file has: strings that look like dates become dates, "NA" in a
+Lines are not read by `datasets`, which changes values: strings that look like dates become dates, "NA" in a
 CSV file becomes nothing and "007" the number 7; its errors do not give a line of the file.
 """
 
@@ -131,7 +131,7 @@ def kind_of_file(path: Path) -> str | None:
 def file_rows(path: Path, key: str, name: str | None = None) -> list[Row]:
     """Reads all rows of a file, in order.
 
-    `key` is the setting that it comes from; `name` what the file is called in the places of its rows.
+    `key` is the setting that it comes from; `name` the file's name in the places of its rows.
 
     Raises:
         RequestError: the file cannot be read, is not UTF-8 or of an unknown kind, or a line is invalid.

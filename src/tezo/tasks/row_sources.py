@@ -56,7 +56,7 @@ def read_rows(
 
 
 def _of_files(files: list[Path], key: str) -> list[Row]:
-    """Reads the rows of files in order; each row's place has as much of the path as tells the files apart."""
+    """Reads the rows of files in order; each row's place has as much of the path as distinguishes the files."""
     folders = {path.parent for path in files}
     named = [path.name if len(folders) == 1 else path.as_posix() for path in files]
     return [row for path, name in zip(files, named, strict=True) for row in file_rows(path, key, name)]
@@ -103,7 +103,7 @@ def _from_hub(name: str, key: str, split: str, subset: str | None, first: int | 
 
     try:
         loaded: Any = datasets.load_dataset(name, subset, split=split, streaming=first is not None)
-        found = islice(loaded, first)  # the set's own take() opens one file more than it needs
+        found = islice(loaded, first)  # the set's take() opens one file more than it needs
         return rows_of_fields(found, f"{name}, {split} ", class_names(loaded.features))
     except Exception as error:
         raise RequestError(

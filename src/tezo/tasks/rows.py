@@ -17,13 +17,13 @@ class Format(ABC):
     """Conversion of rows of one shape into examples.
 
     Attributes:
-        columns: the fields that are read; empty for a task, which knows its own.
+        columns: the fields that are read; empty for a task, which knows them.
         answers: those of them that have the answer alone, which a reward does not need.
         labels: the labels in order; empty if the rows do not share their options.
         options: the text that stands for each label in the model's answer; empty if the rows do not share them.
         measures: metrics that compare an answer with the references of its example.
         max_new_tokens: maximum length in tokens of an answer in free text; None if the data set no limit.
-        notices: what the user should know of how the fields were chosen.
+        notices: notes for the user on the choice of fields.
     """
 
     shape: ClassVar[Literal["completion", "messages", "instruction", "label", "text", "task"]]
@@ -46,29 +46,29 @@ class Format(ABC):
 
 def text_in(row: Row, name: str) -> str:
     """Returns the text of a field, whole numbers as text; `RequestError` if it is missing or of another type."""
-    own = row.column(name)
-    if own is None:
+    field = row.column(name)
+    if field is None:
         raise RequestError(
             f"{row.where}: there is no field {name!r}; set data.text, data.label, data.template, ... to the names of "
             f"your fields. {nearest(name, row.fields)}"
         )
-    value = row.fields[own]
+    value = row.fields[field]
     if value is None:
         raise RequestError(
-            f"{row.where}: field {own!r} is missing (null), not a string or a whole number; fill it in, or remove that "
-            "row."
+            f"{row.where}: field {field!r} is missing (null), not a string or a whole number; fill it in, or remove "
+            "that row."
         )
     if not isinstance(value, str | int):
-        raise RequestError(f"{row.where}: field {own!r} is {type(value).__name__}, not a string or a whole number.")
+        raise RequestError(f"{row.where}: field {field!r} is {type(value).__name__}, not a string or a whole number.")
     return str(value)
 
 
 def answer_in(row: Row, name: str, way_out: str) -> str:
     """Returns the text of a field as `text_in`, and "" where it has no value: `check_answers` counts these rows."""
-    own = row.column(name)
-    if own is None:
+    field = row.column(name)
+    if field is None:
         raise RequestError(f"{row.where}: there is no field {name!r}, but {', '.join(row.fields)}; set {way_out}.")
-    return "" if row.fields[own] is None else text_in(row, name)
+    return "" if row.fields[field] is None else text_in(row, name)
 
 
 Messages = list[dict[str, Any]]
@@ -112,7 +112,7 @@ _CALLS = "tool_calls"
 """The key of a message with calls of tools."""
 
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
-"""What a thought stands between, in the words of all models that write one in plain text."""
+"""The marks around a thought, for all models that write one in plain text."""
 
 
 @dataclass
@@ -259,7 +259,7 @@ def without_nulls(value: Any) -> Any:
 
 def _tools_in(row: Row) -> Messages | None:
     """Returns the descriptions of tools of a conversation; None where there are none."""
-    own, tools = row.column(TOOLS), row.get(TOOLS)
+    field, tools = row.column(TOOLS), row.get(TOOLS)
     is_text = isinstance(tools, str)
     if is_text:
         try:
@@ -270,10 +270,10 @@ def _tools_in(row: Row) -> Messages | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RequestError(
-            f"{row.where}: field {own!r} is not a list of descriptions of functions, or JSON of one; fix that row, or "
-            "take the field out."
+            f"{row.where}: field {field!r} is not a list of descriptions of functions, or JSON of one; fix that row, "
+            "or take the field out."
         )
-    return cast("Messages", tools if is_text else without_nulls(tools))  # nulls in JSON are what its writer meant
+    return cast("Messages", tools if is_text else without_nulls(tools))  # nulls in JSON are intended
 
 
 def _with_parsed_calls(messages: Messages) -> Messages:
@@ -332,7 +332,7 @@ def _rendered(render: RenderChat, row: Row, messages: Messages, tools: Messages 
 
 
 def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict[str, Any] | None) -> Example:
-    """Makes the example of a conversation, whose answer is what the template writes, without the end of the turn.
+    """Makes the example of a conversation, whose answer is written by the template, without the end of the turn.
 
     A template may strip the content, put a space or a thought before it, and write keys such as a message's reasoning.
     """
@@ -343,7 +343,7 @@ def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict
     tools = _tools_in(row)
     prompt = _rendered(render, row, messages, tools)
     unread = tools is not None and prompt == _rendered(render, row, messages, None)
-    note = "the model's chat template does not write tools, so the model is not told of them" if unread else ""
+    note = "the model's chat template does not write tools, so the model does not see them" if unread else ""
     lost, header, end = _written(render, tuple(message["role"] for message in messages))
     if lost is not None and all(message.keys() <= {"role", "content"} for message in messages):
         raise RequestError(
@@ -382,10 +382,10 @@ def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict
 
 @lru_cache(maxsize=128)
 def _written(render: RenderChat, roles: tuple[str, ...]) -> tuple[str | None, str, str | None]:
-    """Finds, by marks in the place of contents, what a template writes around the answer to messages of these roles.
+    """Finds, by marks in place of contents, the text of a template around the answer to messages of these roles.
 
-    Returns (the role of the first message that it leaves out, or None; what opens the answer's turn, where the
-    template does not write it into prompts; what it writes after an answer, None where that cannot be told).
+    Returns (the role of the first message that it leaves out, or None; the text that opens the answer's turn, if the
+    template does not write it into prompts; the text after an answer, or None if that is unknown).
     """
     marks = [f"mark-{place}-of-a-message" for place in range(len(roles) + 1)]
     asked: Messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=False)]

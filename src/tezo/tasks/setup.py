@@ -18,7 +18,7 @@ from tezo.tasks.splits import training_rows
 from tezo.tasks.wordings import Demonstrated
 
 DEFAULT_LENGTH = 2048
-"""Input length in tokens where data.max_length is not set; models that take less have their own maximum."""
+"""Input length in tokens where data.max_length is not set; models with a lower maximum have that."""
 
 
 def make_format(data: DataConfig, loaded: LoadedModel, rows: Sequence[Row]) -> Format:

@@ -53,15 +53,15 @@ def per_class(
     chosen: list[list[int]] = [[] for _ in counts]
     total = sum(counts)
     for index, label in enumerate(names):
-        own = [i for i, row_label in enumerate(labels) if row_label == index]
-        if len(own) < total and not fewer:
+        with_label = [i for i, row_label in enumerate(labels) if row_label == index]
+        if len(with_label) < total and not fewer:
             also = " and as many dev rows" if len(counts) > 1 else ""
             raise RequestError(
-                f"data.per_class is {counts[0]}{also}, but label {label!r} has {len(own)} rows to draw from; "
+                f"data.per_class is {counts[0]}{also}, but label {label!r} has {len(with_label)} rows to draw from; "
                 "lower it, or set data.allow_fewer."
             )
-        wanted = [len(own) * count // total for count in counts] if len(own) < total else counts
-        for part, rows in zip(chosen, parts(own, wanted, seed, f"per_class.{label}"), strict=True):
+        wanted = [len(with_label) * count // total for count in counts] if len(with_label) < total else counts
+        for part, rows in zip(chosen, parts(with_label, wanted, seed, f"per_class.{label}"), strict=True):
             part += rows
     return [sorted(part) for part in chosen]
 
@@ -244,11 +244,11 @@ def rows_to_report(data: DataConfig, seed: int, file: str | None) -> tuple[list[
         return read_rows(file, key="data"), file
     if data.task is not None:
         return evaluation_rows(data), f"{data.task}, {data.test or 'test'}"
-    own = data.test or data.dev or str(data.train)
-    if is_gone(own):
+    source = data.test or data.dev or str(data.train)
+    if is_gone(source):
         raise RequestError(
-            f"data: the rows of this run were in {own}, which is not here; give --data FILE (evaluate(FILE) in Python)."
-            f"{hint(own)}"
+            f"data: the rows of this run were in {source}, which is not here; give --data FILE (evaluate(FILE) in "
+            f"Python).{hint(source)}"
         )
     if data.test is not None:
         return evaluation_rows(data), data.test
@@ -296,7 +296,7 @@ def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
 
 
 def _held_out(rows: list[Row], data: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
-    """Returns (training rows, dev rows) of rows without dev rows of their own."""
+    """Returns (training rows, dev rows) of rows without separate dev rows."""
     if data.hold_out == 0:
         return rows, []
     if data.hold_out is not None:
@@ -370,13 +370,13 @@ def _task_rows(data: DataConfig, split: str, key: str) -> list[Row]:
     if data.dir is None:
         rows = read_rows(entry.hub.name, key=key, split=split, subset=entry.hub.subset)
     else:
-        own = Path(data.dir).expanduser() / entry.name
+        folder = Path(data.dir).expanduser() / entry.name
         names = [split, "validation"] if split == entry.hub.test else [split]
-        paths = [path for name in names for path in sorted(own.glob(f"{name}.*"))]
+        paths = [path for name in names for path in sorted(folder.glob(f"{name}.*"))]
         if not paths:
-            splits = ", ".join(sorted({path.stem for path in own.glob("*.*")})) or "no rows"
+            splits = ", ".join(sorted({path.stem for path in folder.glob("*.*")})) or "no rows"
             raise RequestError(
-                f"data.dir: there is no split {split!r} in {own} (it has {splits}); give the folder that contains "
+                f"data.dir: there is no split {split!r} in {folder} (it has {splits}); give the folder that contains "
                 f"{entry.name}/."
             )
         rows = read_rows(str(paths[0]), key=key)

@@ -1,4 +1,4 @@
-"""The dialect of a table in text: what separates its fields, and which blanks are not part of them."""
+"""The dialect of a table in text: the separator of its fields, and the blanks that are not part of them."""
 
 import re
 from dataclasses import dataclass

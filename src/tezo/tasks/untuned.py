@@ -1,4 +1,4 @@
-"""What the untuned model knows of labelled rows, for a run to be compared with: a bias for each label, and a probe.
+"""Fits to the untuned model on labelled rows, to compare a run with: a bias for each label, and a probe.
 
 Both are fitted to training rows, and neither changes the model. Tuning that ends below the probe has taught a model
 less than what was in it.
@@ -57,8 +57,8 @@ def untuned(
         scores_BO, features_BD = read(model, objective, [*train, *rows], batch_size)
         check_finite({"sum of features": float(features_BD.sum())}, model)
         probe_BO = probed(features_BD[: len(train)], labels_B, len(objective.options), features_BD[len(train) :])
-    own, biased = scores_BO[: len(train)], scores_BO[len(train) :]
-    biased = biased + fitted_bias(Outputs(own, labels_B, torch.arange(len(train)), shared=True))
+    unbiased, biased = scores_BO[: len(train)], scores_BO[len(train) :]
+    biased = biased + fitted_bias(Outputs(unbiased, labels_B, torch.arange(len(train)), shared=True))
     scores = {BIAS: biased, PROBE: probe_BO}
     return {
         name: choice_metrics(list(table), table.argmax(1).tolist(), rows, shared=True) for name, table in scores.items()
@@ -103,7 +103,7 @@ def read(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_siz
     found: dict[int, Tensor] = {}
     for part in by_length(encoded, batch_size):
         batch = objective.collate([encoded[i] for i in part])
-        both = [own.double() for own in objective.evaluator.scores_and_features(model, batch)]
+        both = [part.double() for part in objective.evaluator.scores_and_features(model, batch)]
         found |= zip(part, torch.cat(both, 1).cpu(), strict=True)
     table, options = torch.stack([found[i] for i in range(len(encoded))]), len(objective.options)
     return table[:, :options], table[:, options:]

@@ -115,7 +115,7 @@ def trackers(names: str, output: Path) -> TrainerCallbacks:
     if not asked:
         raise RequestError("report_to names no tracker; give some, such as tensorboard.")
     for path in output.iterdir() if output.is_dir() else ():
-        if path.is_symlink():  # trackers write under names of their own, and follow links
+        if path.is_symlink():  # trackers choose their file names, and follow links
             raise RequestError(f"report_to: {path} is a link, which a tracker could write through; remove it.")
     return TrainerCallbacks([_callback(name) for name in dict.fromkeys(asked)], str(output))
 

@@ -41,17 +41,17 @@ class StepLoss:
         """(rows,): losses of the rows of all micro-batches, in order, whose mean is `loss`.
 
         Raises:
-            RequestError: the loss is not a sum over the labels of the rows that can be told from the model's output.
+            RequestError: the loss is not a sum over the labels of the rows that follows from the model's output.
         """
         shares = torch.cat([self._shares(batch) for batch in self._batches])
         return shares * len(shares)
 
     def closure(self, *, per_example: bool) -> Callable[[], Tensor]:
-        """What a step evaluates: `row_losses` where each row has directions of its own, else `loss`."""
+        """The closure of a step: `row_losses` if directions are per example, else `loss`."""
         return self.row_losses if per_example else self.loss
 
     def row_losses_or_loss(self) -> Tensor:
-        """`row_losses` where they can be told from the model's output, else `loss`."""
+        """`row_losses` if they follow from the model's output, else `loss`."""
         try:
             return self.row_losses()
         except RequestError:
@@ -73,7 +73,7 @@ class StepLoss:
         return counted or self._trainer.compute_loss_func is not None
 
     def _shares(self, batch: Mapping[str, Any]) -> Tensor:
-        """(rows,): what each row of a micro-batch adds to the loss."""
+        """(rows,): the share of each row of a micro-batch in the loss."""
         outputs: list[Any] = []
         handle = self._trainer.model.register_forward_hook(lambda *passed: outputs.append(passed[-1]))
         try:
@@ -87,7 +87,7 @@ class StepLoss:
                 if total is not None and _is_close(sums_B.sum() / total, loss):
                     return sums_B / total
         raise RequestError(
-            "the loss of this batch is not a mean over the labels of its rows that the model's output tells; set "
+            "this loss is not a mean over the labels of the rows that follows from the model's output; set "
             "method_options={'directions': 'shared'}."
         )
 
@@ -101,7 +101,7 @@ class TrainerRows(Rows):
         other: evaluation rows, or None.
         batch_size: rows of a step.
         seed: of the draws of rows.
-        shared: whether rows have no losses of their own: the user gave the loss.
+        shared: whether there are no losses per row, because the user gave the loss.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A method for Trainer's model: its configuration and optimizer, and TrainingArguments without what is of gradients."""
+"""A method for Trainer's model: its configuration and optimizer, and TrainingArguments without gradients."""
 
 import copy
 import dataclasses
@@ -46,7 +46,7 @@ REFUSED = {
     "fp16_full_eval": "it changes the dtype that the method is bound to; load the model with dtype=torch.float16",
     "bf16_full_eval": "it changes the dtype that the method is bound to; load the model with dtype=torch.bfloat16",
     "neftune_noise_alpha": "steps run in evaluation mode, where it adds no noise; leave it out",
-    "auto_find_batch_size": "a step that ran out of memory cannot be told from one taken; set the batch size",
+    "auto_find_batch_size": "a step that ran out of memory looks like a finished one; set the batch size",
 }
 """Fields of TrainingArguments that are refused where they are set to more than the default -> why, and the way out."""
 
@@ -60,7 +60,7 @@ def forward_only(args: Any) -> Any:
         args: transformers.TrainingArguments, or a subclass.
 
     Raises:
-        RequestError: a field asks for what there is not without gradients, or there are several processes.
+        RequestError: a field needs gradients, or there are several processes.
     """
     if args is None:
         raise RequestError("args is missing; give TrainingArguments(output_dir=...), or TRL's SFTConfig.")
@@ -83,11 +83,11 @@ def forward_only(args: Any) -> Any:
             f"Trainer runs in {args.world_size} processes, which do not exchange losses here; start one, or use "
             "`torchrun ... tezo train`, which shares a step among them."
         )
-    own = copy.copy(args)
-    own.max_grad_norm = 0.0
-    own.bf16 = own.fp16 = False
-    own.mixed_precision = "no"
-    return own
+    copied = copy.copy(args)
+    copied.max_grad_norm = 0.0
+    copied.bf16 = copied.fp16 = False
+    copied.mixed_precision = "no"
+    return copied
 
 
 def default_values(args: Any) -> Mapping[str, Any]:
@@ -134,6 +134,6 @@ class OptimizerView(torch.optim.Optimizer):
         del closure
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the rates; torch's own method would replace the groups that are shared."""
+        """Restores the rates; torch's method would replace the groups that are shared."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})

@@ -1,4 +1,4 @@
-"""What a checkpoint of Trainer has besides the model: the state of the method, verified when it is read.
+"""The part of Trainer's checkpoints besides the model: the state of the method, verified when it is read.
 
 It is a checkpoint of a run (`tezo.runs.checkpoints`) in the folder `tezo_state`: tensors in safetensors, values in
 JSON, and their SHA-256 digests.
@@ -81,9 +81,9 @@ def restore(tuner: ZerothOrderOptimizer, state: Checkpoint) -> None:
         raise RequestError(
             "the model has other weights than the one that the checkpoint was trained on; load the same base model."
         )
-    rates: list[dict[str, object]] = [{} for _ in tuner.param_groups]  # Trainer's own to restore
-    own = {"param_groups": rates, "options": {}, "tensors": state.tensors}  # options are those of `config_of`
-    tuner.load_state_dict({**state.state["optimizer"], **own})
+    rates: list[dict[str, object]] = [{} for _ in tuner.param_groups]  # Trainer restores them
+    replaced = {"param_groups": rates, "options": {}, "tensors": state.tensors}  # those of `config_of`
+    tuner.load_state_dict({**state.state["optimizer"], **replaced})
 
 
 def _base_digest(tuner: ZerothOrderOptimizer, tensors: Mapping[str, Tensor]) -> str:

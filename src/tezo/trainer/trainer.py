@@ -48,15 +48,15 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
     """A Trainer that evaluates the loss of a batch in forward passes, and never its gradient.
 
     The micro-batches of gradient accumulation are the rows of one step. Checkpoints have the state of the method in
-    `tezo_state`; what is saved as the model is the exact adapter where there is one, else the tuned model.
+    `tezo_state`. The exact adapter is saved as the model if there is one, else the tuned model.
 
     Args:
         model: as of Trainer. Its base may be quantised.
-        args: as of Trainer; required. See docs/trainer.md for what each field means.
+        args: as of Trainer; required. See docs/trainer.md for the effect of each field.
         more: further arguments of Trainer.
         method: name of a zeroth-order method, see `tezo methods`, that needs nothing but the loss of a batch.
-        method_options: its options, such as lr, rank, rho or targets, and `feedback_first` and `feedback_last`. What is
-            not given is filled in as in `tezo train`, on rows of the training data. The weight decay of `args` counts
+        method_options: its options, such as lr, rank, rho or targets, and `feedback_first` and `feedback_last`. Others
+            are filled in as in `tezo train`, on rows of the training data. The weight decay of `args` counts
             where the options have none.
         named: further arguments of Trainer.
 
@@ -78,10 +78,10 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         self.tuner: ZerothOrderOptimizer | None = None
         self.optimizer: Any = None
-        own = forward_only(args)
+        no_gradients = forward_only(args)
         if not isinstance(method_options or {}, Mapping):
             raise RequestError(f"method_options is {method_options!r}; give a dictionary, such as {{'lr': 1e-4}}.")
-        asked = {"weight_decay": own.weight_decay} if own.weight_decay else {}
+        asked = {"weight_decay": no_gradients.weight_decay} if no_gradients.weight_decay else {}
         options = asked | dict(method_options or {})
         self._settings = parse_method(method, options, OF_TRAINER)
         self._micro_batches: list[Any] = []
@@ -89,7 +89,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         self._why_not_in_peft: str | None = None
         self._set_aside: list[Any] = []
         try:
-            super().__init__(model, own, *more, **named)
+            super().__init__(model, no_gradients, *more, **named)
         finally:
             for packed in self._set_aside:
                 packed.is_quantized = True
@@ -114,7 +114,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
             self.model.is_quantized = False
             self._set_aside.append(self.model)
         if getattr(self.model, "is_loaded_in_4bit", False):
-            stay_packed(self.model)  # what it computes with is what a checkpoint knows it by
+            stay_packed(self.model)  # a checkpoint identifies it by the weights that it computes with
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         del model  # the one of this trainer: it is never wrapped
@@ -132,7 +132,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         return optimizer
 
     def _made(self) -> ZerothOrderOptimizer:
-        """The optimizer with what the options leave open filled in."""
+        """The optimizer, with open options filled in."""
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
         train = replace(
             self._settings.train,
@@ -253,7 +253,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
         save_state(Path(output_dir), self.tuner, self._settings)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        del model  # the state has what was trained, and Trainer loads it after the optimizer is made
+        del model  # the state has the change, and Trainer loads it after the optimizer is made
         self._resumed = read_state(Path(resume_from_checkpoint))
         saved = config_of(self._resumed, self._settings)
         check_same(saved.method, self._settings.method, resume_from_checkpoint)

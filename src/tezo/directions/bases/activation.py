@@ -26,7 +26,7 @@ EXACT = 512
 
 SHARE, LEAST_BYTES, MOST_BYTES = 16, 1 << 25, 1 << 28
 """Range finders take at most a sixteenth of the layers' bytes at a time, or `LEAST_BYTES` where that is more, and never
-more than `MOST_BYTES`. Layers that do not fit are divided into groups, each with forward passes of its own."""
+more than `MOST_BYTES`. Layers that do not fit are divided into groups, each with separate forward passes."""
 
 
 def width(size: int, rank: int) -> int:
@@ -59,7 +59,7 @@ class RangeFinder:
 
     def add(self, x_TI: Tensor) -> None:
         """Adds T vectors."""
-        x_TI = x_TI.to(self._sum_IK)  # a layer that is first on its device sees what has not been moved there
+        x_TI = x_TI.to(self._sum_IK)  # the first layer on a device reads inputs that are still on another one
         self._sum_IK.addmm_(x_TI.T, x_TI if self._omega_IK is None else x_TI @ self._omega_IK)
         self.count += len(x_TI)
 

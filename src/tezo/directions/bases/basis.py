@@ -82,11 +82,11 @@ class Factors:
     passes: int = 0
 
     def predictions(self) -> Predictions | None:
-        """Returns what the proposed directions should do to the scores of rows; None: it is not known."""
+        """Returns the predicted effect of the proposed directions on the scores of rows; None if it is unknown."""
         return None
 
     def metrics(self) -> dict[str, Any]:
-        """Returns what the factors were found by, for the log of metrics: JSON."""
+        """Returns measurements behind the factors, for the log of metrics: JSON."""
         return {}
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ class Basis(ABC):
         """Computes the factors from a step on, unless they are known. Only here a basis runs forward passes.
 
         Raises:
-            RequestError: the source lacks what the factors are computed from.
+            RequestError: the source lacks data that the factors are computed from.
             FloatingPointError: the model computes NaN or infinite values.
         """
         del refresh_step, source
@@ -152,12 +152,12 @@ class Basis(ABC):
         return None
 
     def predictions(self, refresh_step: int) -> Predictions | None:
-        """Returns what proposed directions should do to the scores of rows; None: it is not known."""
+        """Returns the predicted effect of proposed directions on the scores of rows; None if it is unknown."""
         del refresh_step
         return None
 
     def metrics(self) -> dict[str, Any]:
-        """Returns what the newest factors were found by, for the log of metrics: JSON."""
+        """Returns measurements behind the newest factors, for the log of metrics: JSON."""
         return {}
 
     @property

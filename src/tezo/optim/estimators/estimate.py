@@ -112,7 +112,7 @@ class StepDraw:
         count: number of earlier estimates in the moments of the step's rule.
         lr: learning rate of the step.
         directions: parameter name -> its directions; all directions of a parameter share type and fixed factors.
-        predictions: of what they should do to the scores of the first rows; None: it is not known.
+        predictions: of their effect on the scores of the first rows; None: it is not known.
         idle: number of earlier steps that learnt nothing.
     """
 
@@ -165,7 +165,7 @@ class Estimate:
         gradients: parameter name -> its estimate, for the parameters that the step updates.
         forward_passes: number of closure evaluations.
         probes: measurements along random directions; empty if there are none.
-        metrics: what was measured beside the losses, for the log of metrics: JSON.
+        metrics: further measurements, for the log of metrics: JSON.
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""Simultaneous perturbation with directions of their own for the examples of a batch."""
+"""Simultaneous perturbation with per-example directions."""
 
 from collections.abc import Callable
 
@@ -16,11 +16,11 @@ from tezo.system.processes import ProcessGroup
 from tezo.system.signals import let_interrupt
 
 MOST_INFLUENCE = 0.05
-"""Largest change of an example's loss by the directions of the others, as a part of the change by its own: rounding."""
+"""Largest change of an example's loss by other directions, as a part of the change by its directions: rounding."""
 
 
 class PerExample(TwoPoint):
-    """The estimate (1/(B q)) sum_i sum_j kappa_ij Z_ij over B examples, each with q directions of its own.
+    """The estimate (1/(B q)) sum_i sum_j kappa_ij Z_ij over B examples, each with q separate directions.
 
     The rows of a batch do not read each other, so the two passes of one shared direction measure B directions:
 
@@ -54,7 +54,7 @@ class PerExample(TwoPoint):
         return 2 * directions + 2 * first
 
     def probes(self, closure: Closure, drawn: Drawn, rho: float) -> tuple[Probe, ...]:
-        """Returns the measurements along own directions: that of example i along Z_ij is at place i q + j."""
+        """Returns the measurements along per-example directions: that of example i along Z_ij is at place i q + j."""
         return self._measure(closure, drawn, rho, check=False)[0]
 
     def ahead(self, closure: Closure, drawn: Drawn, rho: float) -> list[float]:
@@ -138,7 +138,7 @@ class PerExample(TwoPoint):
     def share_directions(self, processes: ProcessGroup) -> None:
         del processes
         raise RequestError(
-            "train.parallel is directions, but each example has its own; set train.parallel=rows, which shares them."
+            "train.parallel is directions, but these are per example; set train.parallel=rows, which shares them."
         )
 
 

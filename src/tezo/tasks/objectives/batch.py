@@ -171,8 +171,8 @@ class Batch:
     def by_option(self, values_CS: Sequence[Tensor]) -> Tensor:
         """Returns the values of sequences, (copies, S) for each pass, as (copies, B, O); -inf where there is none."""
         table_CBO = values_CS[0].new_full((len(values_CS[0]), *self.shape_BO), float("-inf"))
-        for rows, own_CS in zip(self.passes, values_CS, strict=True):
-            table_CBO[:, rows.example_S, rows.option_S] = own_CS
+        for rows, of_pass_CS in zip(self.passes, values_CS, strict=True):
+            table_CBO[:, rows.example_S, rows.option_S] = of_pass_CS
         return table_CBO
 
 
@@ -201,8 +201,8 @@ def collated(
         padding: token that fills rows up.
         device: of the tensors.
     """
-    rows = [(i, tree) for i, own in enumerate(trees) for tree in own]
-    sequences = [(i, j, tokens) for i, own in enumerate(answers) for j, tokens in enumerate(own)]
+    rows = [(i, tree) for i, of_example in enumerate(trees) for tree in of_example]
+    sequences = [(i, j, tokens) for i, of_example in enumerate(answers) for j, tokens in enumerate(of_example)]
     length, reads = _longest(tree.tokens for _, tree in rows), _longest(tree.reads for _, tree in rows)
     answer = _longest(tokens for _, _, tokens in sequences)
     packed = any(end < len(tree.tokens) for _, tree in rows for end in tree.ends)
@@ -216,22 +216,22 @@ def collated(
     passes: list[Pass] = []
     many, done = max(len(trees), MOST_TOKENS // max(1, length)), 0
     for start in range(0, len(rows), many):
-        examples, own = zip(*rows[start : start + many], strict=True)
-        slots = [(r, slots) for r, tree in enumerate(own) for slots in tree.slots]
+        examples, packed_rows = zip(*rows[start : start + many], strict=True)
+        slots = [(r, slots) for r, tree in enumerate(packed_rows) for slots in tree.slots]
         asked = sequences[done : done + len(slots)]
         done += len(slots)
-        inputs = {"input_ids": table([tree.tokens for tree in own], length, padding)}
+        inputs = {"input_ids": table([tree.tokens for tree in packed_rows], length, padding)}
         if packed:
-            inputs["position_ids"] = table([tree.positions for tree in own], length)
+            inputs["position_ids"] = table([tree.positions for tree in packed_rows], length)
         else:
-            inputs["attention_mask"] = table([[1] * len(tree.tokens) for tree in own], length)
+            inputs["attention_mask"] = table([[1] * len(tree.tokens) for tree in packed_rows], length)
         passes.append(
             Pass(
                 inputs,
-                table([tree.ends for tree in own], length) if packed else None,
-                reads_RU=table([tree.reads for tree in own], reads),
+                table([tree.ends for tree in packed_rows], length) if packed else None,
+                reads_RU=table([tree.reads for tree in packed_rows], reads),
                 row_S=column(r for r, _ in slots),
-                slots_SK=table([own_slots for _, own_slots in slots], answer),
+                slots_SK=table([places_ for _, places_ in slots], answer),
                 tokens_SK=table([tokens for _, _, tokens in asked], answer),
                 valid_SK=table([[1] * len(tokens) for _, _, tokens in asked], answer).bool(),
                 example_S=column(i for i, _, _ in asked),

@@ -110,10 +110,10 @@ class CausalObjective(Objective):
                 return ids
             ids = [*ids, end]
         if ids[-1] in self.ends.unnamed:
-            own = self.ends.marks[ids[-1]]
+            mark = self.ends.marks[ids[-1]]
             note = (
-                f"the answer ends with {own!r}, which the model's generation_config does not name, so transformers and "
-                "servers would write on behind it; add its number to eos_token_id there"
+                f"the answer ends with {mark!r}, which the model's generation_config does not name, so transformers "
+                "and servers would write on behind it; add its number to eos_token_id there"
             )
             self.note(note, example.where)
         return ids
@@ -126,7 +126,7 @@ class CausalObjective(Objective):
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _note_unknown(self, answer: list[int], example: Example) -> None:
-        """Counts tokens of what is learnt that stand for characters that the tokenizer does not know."""
+        """Counts tokens of the answer that stand for characters unknown to the tokenizer."""
         tokenizer = self.tokenizer
         count = answer.count(tokenizer.unk_token_id)
         if count and tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token):  # as GPT-2's
@@ -158,7 +158,7 @@ class CausalObjective(Objective):
         # a batch has one mask for all rows, so no row is packed if a sequence of it is too long
         if not self.packs or (self._most is not None and max((e.length for e in encoded), default=0) > self._most):
             return super().trees(encoded)
-        return [[self._packed(e, own) for own in self._groups(e)] for e in encoded]
+        return [[self._packed(e, group) for group in self._groups(e)] for e in encoded]
 
     def _groups(self, encoded: Encoded) -> Iterator[slice]:
         """Yields the sequences that share a row: as many as its bound allows, at least one."""
@@ -174,16 +174,16 @@ class CausalObjective(Objective):
             tokens, before = tokens + added, sequence
         yield slice(start, len(encoded.sequences))
 
-    def _packed(self, encoded: Encoded, own: slice) -> TokenTree:
-        sequences, answers = encoded.sequences[own], encoded.answers[own]
+    def _packed(self, encoded: Encoded, group: slice) -> TokenTree:
+        sequences, answers = encoded.sequences[group], encoded.answers[group]
         return packed_tree(sequences, [self.asked(s, a)[0] for s, a in zip(sequences, answers, strict=True)])
 
 
 def _put_first(tokenizer: Any) -> list[int]:
-    """Returns the tokens that a tokenizer puts in front of a text; what it puts behind one would precede the answer."""
-    whole, own = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (True, False))
-    starts = range(len(whole) - len(own) + 1)
-    return whole[: next((start for start in starts if whole[start : start + len(own)] == own), 0)]
+    """Returns the tokens that a tokenizer puts before a text; tokens put after it would precede the answer."""
+    whole, plain = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (True, False))
+    starts = range(len(whole) - len(plain) + 1)
+    return whole[: next((start for start in starts if whole[start : start + len(plain)] == plain), 0)]
 
 
 class CausalInTorch(TextEvaluator):
@@ -222,10 +222,10 @@ class CausalInTorch(TextEvaluator):
             asked = None if tokens_TC is None else tokens_TC[start : start + len(right_T)]
             start += len(right_T)
             logits_XUV = logits_at(model, *rows.repeated(model.dtype, copies))
-            for own, logits_RUV in zip(found, logits_XUV.chunk(copies), strict=True):
+            for pairs, logits_RUV in zip(found, logits_XUV.chunk(copies), strict=True):
                 logits_TV = logits_RUV[rows.row_S.unsqueeze(1), rows.slots_SK][rows.valid_SK]
-                own.append(of_tokens(logits_TV.log_softmax(-1), right_T.to(logits_TV.device), asked))
-        return [(torch.cat([s for s, _ in own]), torch.cat([t for _, t in own])) for own in found]
+                pairs.append(of_tokens(logits_TV.log_softmax(-1), right_T.to(logits_TV.device), asked))
+        return [(torch.cat([s for s, _ in pairs]), torch.cat([t for _, t in pairs])) for pairs in found]
 
     def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         means, hidden = [], []
@@ -241,14 +241,14 @@ class CausalInTorch(TextEvaluator):
     ) -> list[list[list[int]]]:
         length, device, noisy = max(map(len, prompts)), device_of(model), wanted.noisy
         padding = [(tokenizer.pad_token_id,) * (length - len(prompt)) for prompt in prompts]
-        padded_BL = torch.tensor([own + tuple(p) for own, p in zip(padding, prompts, strict=True)], device=device)
-        mask_BL = torch.tensor([[0] * len(own) + [1] * (length - len(own)) for own in padding], device=device)
+        padded_BL = torch.tensor([pads + tuple(p) for pads, p in zip(padding, prompts, strict=True)], device=device)
+        mask_BL = torch.tensor([[0] * len(pads) + [1] * (length - len(pads)) for pads in padding], device=device)
         more: dict[str, Any] = {"stop_strings": ["\n"], "tokenizer": tokenizer} if wanted.one_line else {}
         if noisy is not None:
             rows = range(len(prompts))
 
             def sample(ids: Tensor, scores: Tensor) -> Tensor:
-                return torch.cat([noisy(own, rows, ids.shape[1] - length) for own in scores.chunk(copies)])
+                return torch.cat([noisy(part, rows, ids.shape[1] - length) for part in scores.chunk(copies)])
 
             more["logits_processor"] = LogitsProcessorList([sample])
         if wanted.heard is not None:
@@ -269,7 +269,7 @@ class CausalInTorch(TextEvaluator):
                 )
         finally:
             base.generation_config = kept
-        return [own.tolist() for own in output[:, length:].chunk(copies)]
+        return [part.tolist() for part in output[:, length:].chunk(copies)]
 
 
 class _Heard:

@@ -171,7 +171,7 @@ class BatchClosure(RowLosses, RowOutputs):
         found = []
         for batch in self.batches:
             rows_of_passes = [rows.example_R for rows in batch.passes]
-            if self.evaluator.shared_rows:  # each example has its own, in one more pass
+            if self.evaluator.shared_rows:  # per example, in one more pass
                 rows_of_passes.append(sorted([*range(batch.shape_BO[0])] * self.evaluator.shared_rows))
             found += [[batch.places[i] for i in examples] for examples in rows_of_passes]
         return found

@@ -110,7 +110,7 @@ class EncoderInTorch(Evaluator):
 
 def _cosines(texts_CBD: Tensor, labels_COD: Tensor) -> Tensor:
     """Returns the scaled cosine of each text of a copy and each label, (copies, B, O)."""
-    texts_CBD, labels_COD = (functional.normalize(own, dim=-1) for own in (texts_CBD, labels_COD))
+    texts_CBD, labels_COD = (functional.normalize(values, dim=-1) for values in (texts_CBD, labels_COD))
     return SCALE * texts_CBD @ labels_COD.mT
 
 

@@ -15,7 +15,7 @@ class Ends:
 
     Attributes:
         text: id of the token that ends a text; None if neither the tokenizer nor the model's configuration names one.
-        turn: what the chat template writes after the assistant's message, up to the token that ends the turn; "" if it
+        turn: the chat template's text after the assistant's message, up to the token that ends the turn; "" if it
             writes no token.
         turn_token: id of that token; None if there is none.
         marks: all ids that end an answer -> the token.
@@ -29,7 +29,7 @@ class Ends:
     unnamed: frozenset[int] = frozenset()
 
     def within(self, answer: str, before: str, *, chat: bool) -> tuple[str, int | None]:
-        """Returns (an answer with what the template writes after it, once; the token that must then end it, or None).
+        """Returns (an answer with the template's text after it, once; the token that must then end it, or None).
 
         Args:
             answer: the text, which may have its end already.
@@ -38,7 +38,7 @@ class Ends:
         """
         rendered = self.turn_token is not None and (chat or self.marks[self.turn_token] in before)
         bare = answer.rstrip()
-        if bare.endswith(tuple(self.marks.values())):  # what follows the token in a template is not learnt
+        if bare.endswith(tuple(self.marks.values())):  # text after the token in a template is not learnt
             return bare, self.turn_token if rendered else self.text
         opened = self.turn.removesuffix(self.marks[self.turn_token]) if self.turn_token in self.marks else ""
         if rendered and opened.strip() and bare.endswith(opened):  # the first of two tokens
@@ -59,17 +59,17 @@ def ends_of(tokenizer: Any, model: Any) -> Ends:
     known = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     if getattr(config, "_from_model_config", False):  # a default of an architecture may be a word
         configured = [token for token in configured if token in known]
-    own = [int(tokenizer.eos_token_id)] if tokenizer.eos_token_id is not None else []
-    text = next((token for token in (*own, *configured) if token in known), None)
-    turn, turn_token = _turn(tokenizer, {*own, *configured})
-    ids = [*own, *configured, *([turn_token] if turn_token is not None else [])]
+    usual = [int(tokenizer.eos_token_id)] if tokenizer.eos_token_id is not None else []
+    text = next((token for token in (*usual, *configured) if token in known), None)
+    turn, turn_token = _turn(tokenizer, {*usual, *configured})
+    ids = [*usual, *configured, *([turn_token] if turn_token is not None else [])]
     tokens = {token: tokenizer.convert_ids_to_tokens(token) for token in ids}
     unnamed = frozenset(ids).difference(configured) if config is not None else frozenset[int]()
     return Ends(text, turn, turn_token, {token: name for token, name in tokens.items() if name}, unnamed)
 
 
 def _turn(tokenizer: Any, ends: set[int]) -> tuple[str, int | None]:
-    """Returns (what the chat template writes after the assistant's message, up to the end of the turn; its token).
+    """Returns (the chat template's text after the assistant's message, up to the end of the turn; its token).
 
     The token is one of `ends`, if nothing but tokens comes before it, or else the first. Where there is none, it is one
     of `ends` with which the next turn opens.

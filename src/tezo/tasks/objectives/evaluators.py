@@ -1,4 +1,4 @@
-"""The interface of evaluators, which run a kind of model on batches, and what those in torch share.
+"""The interface of evaluators, which run a kind of model on batches, and the common part of those in torch.
 
 The output head is applied at selected positions, not at all of them.
 """
@@ -49,7 +49,7 @@ class Evaluator(ABC):
         """
 
     def sharing(self, model: Any, copies: int = 1) -> AbstractContextManager[None]:
-        """Computes the inputs that all batches share once, while it is open; outside of it each example has its own."""
+        """Computes the inputs that all batches share once, while it is open; outside, each example computes them."""
         del model, copies
         return nullcontext()
 

@@ -52,8 +52,8 @@ class CausalInEngine(TextEvaluator):
         valid_SK, right_T = torch.cat([rows.valid_SK for rows in batch.passes]), _answer_tokens(batch)
         asked, place_T, slot_T1 = ask(batch, right_T.unsqueeze(1), likely=1)
         found, hits = (torch.zeros(copies, *valid_SK.shape, dtype=kind) for kind in (torch.float32, torch.bool))
-        for own, hit, told in zip(found, hits, self._told(model, batch, asked, copies), strict=True):
-            own[valid_SK] = told.log_probs_PC[place_T, slot_T1[:, 0]]
+        for log_probs, hit, told in zip(found, hits, self._told(model, batch, asked, copies), strict=True):
+            log_probs[valid_SK] = told.log_probs_PC[place_T, slot_T1[:, 0]]
             hit[valid_SK] = told.likely_PL[place_T, 0] == right_T
         return found, hits
 
@@ -66,15 +66,15 @@ class CausalInEngine(TextEvaluator):
         found = []
         for told in self._told(model, batch, asked, copies):
             log_probs_TC = told.log_probs_PC[place_T.unsqueeze(1), slot_TC]
-            own_TC = tokens_TC
-            if own_TC is None:
+            columns_TC = tokens_TC
+            if columns_TC is None:
                 likely_TL, values_TL = told.likely_PL[place_T], told.likely_log_probs_PL[place_T]
                 # the right token, which is there already, goes to the end, where it is cut off
                 order_TL = (likely_TL == right_T.unsqueeze(1)).int().argsort(stable=True, dim=1)[:, :LIKELY]
                 log_probs_TC = torch.cat([log_probs_TC, values_TL.gather(1, order_TL)], 1)
                 rest_T1 = torch.full_like(right_T, NOTHING).unsqueeze(1)
-                own_TC = torch.cat([named_TC, likely_TL.gather(1, order_TL), rest_T1], 1)
-            found.append((named_and_rest(log_probs_TC), own_TC))
+                columns_TC = torch.cat([named_TC, likely_TL.gather(1, order_TL), rest_T1], 1)
+            found.append((named_and_rest(log_probs_TC), columns_TC))
         return found
 
     def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ class CausalInEngine(TextEvaluator):
         for rows in batch.passes:
             row_P, position_P = rows.first_reads()
             ids = rows.inputs["input_ids"][row_P].tolist()
-            texts += [own[: last + 1] for own, last in zip(ids, position_P.tolist(), strict=True)]
+            texts += [tokens[: last + 1] for tokens, last in zip(ids, position_P.tolist(), strict=True)]
         scores_BO = self.option_scores(model, batch)[0]
         current().count(len(texts))
         return scores_BO, self._engine.hidden(self._changes(model, 1)[0], texts).to(scores_BO.device)
@@ -95,9 +95,9 @@ class CausalInEngine(TextEvaluator):
 
         wanted = replace(wanted, line_ended=line_ended if wanted.one_line else None)
         found = self._engine.generate(self._changes(model, copies), prompts, wanted)
-        if copies > 1 and all(own == found[0] for own in found):  # by chance, or it ignores changes
+        if copies > 1 and all(texts == found[0] for texts in found):  # by chance, or it ignores changes
             self._engine.check_changes()
-        current().count(sum(len(row) for own in found for row in own))
+        current().count(sum(len(row) for texts in found for row in texts))
         return found
 
     def _told(self, model: Any, batch: Batch, asked: Asked, copies: int) -> list[Told]:
@@ -121,11 +121,11 @@ class CausalInEngine(TextEvaluator):
     def _changes(self, model: Any, copies: int) -> list[Change]:
         attached = attached_to(model)
         found: list[Change] = []
-        for own in changes_of(model, copies):
+        for change in changes_of(model, copies):
             for name, (a_RI, b_OR) in attached.items():
-                pairs = [own[name], (a_RI, b_OR)] if name in own else [(a_RI, b_OR)]
-                own[name] = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1)
-            found.append(own)
+                pairs = [change[name], (a_RI, b_OR)] if name in change else [(a_RI, b_OR)]
+                change[name] = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1)
+            found.append(change)
         return found
 
 
@@ -134,7 +134,7 @@ def _answer_tokens(batch: Batch) -> Tensor:
 
 
 def ask(batch: Batch, tokens_TC: Tensor, likely: int) -> tuple[Asked, Tensor, Tensor]:
-    """Returns what to ask of an engine on a batch without packed rows, and (place_T, slot_TC) of its answer tokens.
+    """Returns (the request to an engine for a batch without packed rows, place_T, slot_TC) for its answer tokens.
 
     Places with equal texts up to them are one place, and texts that are the beginning of others are not asked apart.
 
@@ -159,13 +159,13 @@ def ask(batch: Batch, tokens_TC: Tensor, likely: int) -> tuple[Asked, Tensor, Te
     wanted: list[dict[int, int]] = [{} for _ in contexts]  # token -> its slot
     slots = []
     for context, tokens in zip(seen, tokens_TC.tolist(), strict=True):
-        own = wanted[place_of[context]]
-        slots.append([own.setdefault(token, len(own)) for token in tokens])
+        slot_of = wanted[place_of[context]]
+        slots.append([slot_of.setdefault(token, len(slot_of)) for token in tokens])
     asked = Asked(
         texts,
         torch.tensor(text_of),
         torch.tensor([len(context) - 1 for context in contexts]),
-        padded([list(own) for own in wanted], NOTHING),
+        padded([list(slot_of) for slot_of in wanted], NOTHING),
         likely,
     )
     return asked, torch.tensor([place_of[context] for context in seen]), torch.tensor(slots)

@@ -43,7 +43,7 @@ class Encoded:
 class Cuts:
     """Count of texts (`rows`) that the model does not get as they are, with the places of the first three.
 
-    `tokens`: those that were cut, stand for what is unknown, or are not whole where an answer begins.
+    `tokens`: those that were cut, stand for unknown text, or are split where an answer begins.
     """
 
     rows: int = 0
@@ -102,7 +102,7 @@ class Objective(ABC):
         return encoded
 
     def note(self, text: str, where: str) -> None:
-        """Counts a row of which the user is told `text`."""
+        """Counts a row for a notice with this text."""
         self.notes.setdefault(text, Cuts()).add(0, where)
 
     @abstractmethod
@@ -118,7 +118,7 @@ class Objective(ABC):
             )
 
     def option_tokens(self, option: str) -> tuple[int, ...]:
-        """Returns what the model has of an option; it cannot tell options apart for which this is equal."""
+        """Returns the model's input for an option; it cannot distinguish options with equal inputs."""
         return tuple(self.tokenizer(option)["input_ids"])
 
     def asked(self, sequence: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
@@ -151,8 +151,8 @@ class Objective(ABC):
             most: examples of a part, at most; None: no limit.
         """
         trees = self.trees(encoded)
-        lengths = [max(len(tree.tokens) for tree in own) for own in trees]
-        whole = like_lengths(lengths, [len(own) for own in trees], self.device)
+        lengths = [max(len(tree.tokens) for tree in of_example) for of_example in trees]
+        whole = like_lengths(lengths, [len(of_example) for of_example in trees], self.device)
         parts = [part[i : i + (most or len(part))] for part in whole for i in range(0, len(part), most or len(part))]
         return [self._collated([encoded[i] for i in part], [trees[i] for i in part], part) for part in parts]
 
