@@ -121,11 +121,11 @@ def test_a_finished_run_is_not_that_of_other_rows(home, tmp_path, part):
         train(config(other), tmp_path / "run", resume=True)
     assert contents(tmp_path / "run") == before
     said = tezo("eval", tmp_path / "run").err
-    assert ("not those that the run's own figures are of" in said) == (part == "test")
-    assert "own figures" not in tezo("eval", tmp_path / "run", "--data", other / "test.jsonl").err
+    assert ("not those that the figures of the run are of" in said) == (part == "test")
+    assert "figures of the run" not in tezo("eval", tmp_path / "run", "--data", other / "test.jsonl").err
     (other / f"{part}.jsonl").write_text(rows)
     assert train(config(other), tmp_path / "run", resume=True) == summary
-    assert "own figures" not in tezo("eval", tmp_path / "run").err
+    assert "figures of the run" not in tezo("eval", tmp_path / "run").err
 
 
 def test_what_was_said_at_the_first_start_is_said_of_the_whole_run(home, tmp_path):

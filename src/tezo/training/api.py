@@ -158,7 +158,7 @@ def prepare(
     seed: int = 0,
     **options: Any,
 ) -> ZerothOrderOptimizer:
-    """Makes the optimizer of a method for a loop of one's own; what is open is filled in as `train` does.
+    """Makes the optimizer of a method for a training loop in Python; what is open is filled in as `train` does.
 
         optimizer = tezo.prepare(model, lambda step: tezo.closure(model, batches[step]), steps=200)
         print(optimizer.settings)
@@ -279,7 +279,7 @@ def _configured(
     if not by_name:
         return _with_object(config, model, tokenizer, keep=keep)
     if tokenizer is not None:
-        raise RequestError(f"tokenizer is given, and model is the name {name}, which has its own; leave it out.")
+        raise RequestError(f"tokenizer is given, and model is the name {name}, which has a tokenizer; leave it out.")
     return config, None
 
 

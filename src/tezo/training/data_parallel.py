@@ -23,13 +23,13 @@ class SharedRows(RowLosses):
     """The loss on the rows of all ranks: sums and counts are added in float64 before anything is subtracted.
 
     Attributes:
-        own: the sum of the terms of this rank's rows.
+        mine: the sum of the terms of this rank's rows.
         ranks: all of them.
         most_tokens: the most that any rank has in a pass for one model.
         rows: number of examples of all ranks; rank k has every `size`-th from k on.
     """
 
-    own: BatchClosure
+    mine: BatchClosure
     processes: ProcessGroup
     most_tokens: int
     rows: int
@@ -45,20 +45,20 @@ class SharedRows(RowLosses):
     def losses(self, copies: int) -> Tensor:
         sums_C = None
         with suppress(NotInBlocksError):
-            sums_C = self.own.losses(copies)
+            sums_C = self.mine.losses(copies)
         sums_C, count = self._over_ranks(sums_C, (copies,))
         return sums_C / count
 
     def example_passes(self) -> list[list[int]]:
         """Returns for each of this rank's passes the example of each row of one copy, by its number on all ranks."""
-        return [[self._number(i) for i in rows] for rows in self.own.example_passes()]
+        return [[self._number(i) for i in rows] for rows in self.mine.example_passes()]
 
     def example_losses(self, copies: int) -> Tensor:
         sums_CB = None
         with suppress(NotInBlocksError):
-            own_CB = self.own.example_losses(copies).double().cpu()
+            mine_CB = self.mine.example_losses(copies).double().cpu()
             sums_CB = torch.zeros(copies, self.examples, dtype=torch.float64)
-            sums_CB[:, [self._number(i) for i in range(self.own.examples)]] = own_CB
+            sums_CB[:, [self._number(i) for i in range(self.mine.examples)]] = mine_CB
         sums_CB, count = self._over_ranks(sums_CB, (copies, self.examples))
         return sums_CB * (self.examples / count)
 
@@ -71,9 +71,9 @@ class SharedRows(RowLosses):
         `sums`: those of this rank; None: its rows do not fall into blocks. The others must not wait for it, and all
         ranks take separate passes.
         """
-        own = torch.zeros(shape) if sums is None else sums.double()
-        counts = [float(self.own.num_terms), float(sums is None)]
-        *totals, count, refusals = self.processes.sum([*own.flatten().tolist(), *counts])
+        terms = torch.zeros(shape) if sums is None else sums.double()
+        counts = [float(self.mine.num_terms), float(sums is None)]
+        *totals, count, refusals = self.processes.sum([*terms.flatten().tolist(), *counts])
         if refusals:
             raise NotInBlocksError
         return torch.tensor(totals, dtype=torch.float64).view(shape), count
@@ -86,10 +86,10 @@ def shared_rows(job: Job, indices: Sequence[int], processes: ProcessGroup) -> Sh
         batches = [job.objective.collate([job.train[i] for i in mine])]
     else:
         batches = job.batches(mine)
-    own = replace(job.objective.closure(job.model, batches), reduction="sum")
+    closure = replace(job.objective.closure(job.model, batches), reduction="sum")
     apart = job.config.method.options.get("directions") == PER_EXAMPLE
-    (tokens,) = processes.max([float(own.example_tokens if apart else own.tokens)])
-    return SharedRows(own, processes, int(tokens), len(indices))
+    (tokens,) = processes.max([float(closure.example_tokens if apart else closure.tokens)])
+    return SharedRows(closure, processes, int(tokens), len(indices))
 
 
 def check_shareable(job: Job, processes: ProcessGroup) -> None:

@@ -27,8 +27,8 @@ from tezo.training.job import Job
 from tezo.training.listeners import Listener
 from tezo.training.settings import LOSS
 
-OWN, OWN_ROWS = "own answers", 32
-"""Split of the untuned model's own answers to test prompts, and how many there are."""
+UNTUNED_ANSWERS, UNTUNED_ROWS = "own answers", 32
+"""Split of the untuned model's answers to test prompts, and how many there are."""
 SAMPLES, SAMPLE_TOKENS = 2, 40
 """Rows of free text whose answers are kept, and the longest answer in tokens where no metric asks for a length."""
 MOST_BYTES = 1 << 19
@@ -114,7 +114,7 @@ class Evaluations:
             chosen: whether these rows chose it among all states that were evaluated.
         """
         first = self.row_losses.get(self._key(split, 0))
-        states = {own[1]: losses for own, losses in self.row_losses.items() if own[0] == split and own[1] > 0}
+        states = {after: losses for (name, after), losses in self.row_losses.items() if name == split and after > 0}
         if step == 0 and first is not None:
             return {"rows": len(first), "states": len(states), "p": 1.0}
         if first is None or step not in states:
@@ -181,24 +181,24 @@ class Evaluations:
         job = self.job
         if job.reward is None or job.config.model.placement == "shards":
             return None
-        if (OWN, step) not in self.known:
+        if (UNTUNED_ANSWERS, step) not in self.known:
             with job.loaded.files.unchanged():
                 loss = self._of_own_answers(job.reward, step)
             if loss is None:
                 return None
-            self.known[OWN, step] = loss
-        self._tell(OWN, step, self.known[OWN, step])
-        return self.known[OWN, step]["loss"]
+            self.known[UNTUNED_ANSWERS, step] = loss
+        self._tell(UNTUNED_ANSWERS, step, self.known[UNTUNED_ANSWERS, step])
+        return self.known[UNTUNED_ANSWERS, step]["loss"]
 
     def _of_own_answers(self, reward: Reward, step: int) -> Metrics | None:
         job, size = self.job, self.job.config.train.eval_batch_size
         if step == 0:
-            tokens = reward.own_answers(job.model, job.objective, job.test[:OWN_ROWS], size)
-            self.answers[OWN, 0] = [" ".join(map(str, own)) for own in tokens]
-        known = self.answers.get((OWN, 0), ())
+            tokens = reward.own_answers(job.model, job.objective, job.test[:UNTUNED_ROWS], size)
+            self.answers[UNTUNED_ANSWERS, 0] = [" ".join(map(str, answer)) for answer in tokens]
+        known = self.answers.get((UNTUNED_ANSWERS, 0), ())
         if not known or not set("".join(known)) <= set(" 0123456789"):  # texts, of an earlier version
             return None
-        rows = answered(job.test, [[int(token) for token in own.split()] for own in known])
+        rows = answered(job.test, [[int(token) for token in answer.split()] for answer in known])
         return evaluate(job.model, job.objective, rows, size).metrics
 
     def metrics(self, encoded: Sequence[Encoded], *, written: bool, step: int = EVALUATION) -> Metrics:
@@ -322,7 +322,7 @@ def _ends_of(text: str) -> str:
 
 
 def _labels(examples: Sequence[Example], right: Sequence[str], given: dict[str, Sequence[str]]) -> list[dict[str, Any]]:
-    """Returns counts for each label; empty where rows have options of their own, or several correct ones."""
+    """Returns counts for each label; empty where rows have per-row options, or several correct ones."""
     first = examples[0]
     if any(example.options != first.options or len(example.right) > 1 for example in examples):
         return []
@@ -330,7 +330,7 @@ def _labels(examples: Sequence[Example], right: Sequence[str], given: dict[str, 
     for name in (first.name_of(index) for index in range(len(first.options))):
         entry: dict[str, Any] = {"label": name, "rows": right.count(name)}
         for when, answers in given.items():
-            of = [own for own, answer in zip(right, answers, strict=False) if answer == name]
+            of = [label for label, answer in zip(right, answers, strict=False) if answer == name]
             entry[when] = {"answered": len(of), "right": of.count(name)}
         found.append(entry)
     return found

@@ -125,8 +125,8 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
     The model is the base for an adapter of this library, has its adapter of PEFT, or has everything merged in.
     """
     model, data, tuning = loaded.model, config.data, tuning_of(run, config, loaded.kind)
-    own = form != MERGED and config.model.peft == "none"
-    adapter = load_adapter(run / ADAPTER) if own else None
+    is_ours = form != MERGED and config.model.peft == "none"
+    adapter = load_adapter(run / ADAPTER) if is_ours else None
     if form == GGUF and adapter is not None:
         check_gguf(adapter, model, loaded.untied)
     if form == MERGED and config.model.peft != "none":

@@ -398,7 +398,7 @@ def _check_objective(config: Config) -> None:
 
 
 def check_untuned(loaded: LoadedModel, objective: Objective, encoded: Sequence[Encoded]) -> None:
-    """An error where the model's own loss of these rows is NaN or infinite, whatever a step does."""
+    """An error where the loss of the model on these rows is NaN or infinite, whatever a step does."""
     with torch.no_grad(), float32_on_emulating_cpu(loaded.model):
         loss = float(objective.closure(loaded.model, objective.batches(encoded))())
     if not math.isfinite(loss):
@@ -493,12 +493,12 @@ def parse_method(name: str, options: Mapping[str, Any], known: Collection[str] =
         raise RequestError(
             f"method is {name!r}, which needs more than the loss of a batch; use {ways} for it, or give another method."
         )
-    own = {key: value for key, value in options.items() if key not in KEYS}
+    of_method = {key: value for key, value in options.items() if key not in KEYS}
     return parse_config(
         {
             "model": {"name": IN_MEMORY},
             "data": {"train": IN_MEMORY},
-            "method": {"name": name, **own},
+            "method": {"name": name, **of_method},
             "train": {key: options[key] for key in KEYS if key in options},
         }
     )

@@ -282,8 +282,8 @@ class Loop:
         self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
         job.optimizer.set_factor_store(_OfThisBase(self.folder.factor_files, job.loaded.files))
         self.meter.add_earlier(state.elapsed, state.passes)
-        own = [text for text in job.notices if text not in first]
-        self.job = replace(job, notices=(*first, *own, *notices, *state.notices))
+        new = [text for text in job.notices if text not in first]
+        self.job = replace(job, notices=(*first, *new, *notices, *state.notices))
         return state
 
     def _restore_checkpoint(self, state: ResumeState) -> int:

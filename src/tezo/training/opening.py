@@ -218,14 +218,14 @@ def rows_to_measure(name: str | Path, config: Config, file: str | None) -> tuple
     Args:
         name: a run folder, or a base model.
         config: of it, with settings laid over it.
-        file: file of the rows; None: those that the run's own figures are of.
+        file: file of the rows; None: those that the figures of the run are of.
     """
     rows, source = rows_to_report(config.data, config.train.seed, file)
     if file is None and is_run(name) and config.data == read_run_config(Path(name) / CONFIG, []).data:
         header = read_header(Path(name) / LOG)
         check_complete(header)
         if header["reported_rows"] != digest_of(rows):
-            return rows, source, [f"the rows of {source} are not those that the run's own figures are of."]
+            return rows, source, [f"the rows of {source} are not those that the figures of the run are of."]
     return rows, source, []
 
 

@@ -109,25 +109,25 @@ def _answer(row: Encoded) -> tuple[Any, ...]:
     return (*answer, tuple(sorted(example.fields.items()))) if example.fields else answer
 
 
-def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: BaseOptimizer) -> list[str]:
+def check_same(found: Mapping[str, Any], asked: Mapping[str, Any], optimizer: BaseOptimizer) -> list[str]:
     """Returns what the user should know before a run goes on; of its scorer see `changed_scorer`.
 
     Args:
         found: header of the run's log.
-        own: header of the run that is asked for.
+        asked: header of the run that is asked for.
         optimizer: of the run that is asked for.
 
     Raises:
         RequestError: it is another run that is asked for.
     """
     check_complete(found)
-    before, now = _fixed(found["config"]), _fixed(own["config"])
+    before, now = _fixed(found["config"]), _fixed(asked["config"])
     if before.get("model.dtype") == "auto":  # of an earlier version, which left it open
         before["model.dtype"] = now["model.dtype"]
     check_settings(before, _with_moved(before, now))
-    check_rows(found, own)
-    check_model(found["model"], own["model"], saved=True)
-    return check_place(found, own, optimizer.drawn_on_the_device)
+    check_rows(found, asked)
+    check_model(found["model"], asked["model"], saved=True)
+    return check_place(found, asked, optimizer.drawn_on_the_device)
 
 
 def with_choices_of(begun: LogContents, asked: Config) -> Config:
@@ -209,8 +209,8 @@ def with_sources_of(begun: Mapping[str, Any], settings: Mapping[str, Setting]) -
     check_complete(begun)
     sources = begun["sources"]
     return Settings(
-        {name: replace(own, source=sources[name]) if sources.get(name) in SOURCES else own
-         for name, own in settings.items()}
+        {name: replace(one, source=sources[name]) if sources.get(name) in SOURCES else one
+         for name, one in settings.items()}
     )  # fmt: skip
 
 
@@ -429,8 +429,8 @@ def replay(
         raise RequestError(f"method.name: {config.method.name} steps along gradients, which a log does not have.")
     optimizer.set_factor_store(FactorFiles(run, writes=False, digests=log.files))
     optimizer.set_passes(partial(_no_data, run))
-    own = {"device": loaded.device.type, "noise": NOISE_VERSION, "versions": versions(("tezo", "torch"))}
-    notices = check_place(log.header, own, optimizer.drawn_on_the_device)
+    place = {"device": loaded.device.type, "noise": NOISE_VERSION, "versions": versions(("tezo", "torch"))}
+    notices = check_place(log.header, place, optimizer.drawn_on_the_device)
     if log.size > log.valid:
         notices.append(left_out_text(LOG, log.size - log.valid))
     if step is None:

@@ -26,7 +26,7 @@ from tezo.training.settings import Config, TrainConfig
 
 
 class BatchSampler:
-    """Rows of each step's batch, as a function of (seed, step): epoch after epoch, each in a random order of its own.
+    """Rows of each step's batch, as a function of (seed, step): epoch after epoch, each in another random order.
 
     Args:
         rows: numbers of the training rows that steps have.
@@ -199,15 +199,15 @@ def rows_to_look_at(
     step: int,
     count: int,
 ) -> BatchClosure:
-    """The rows that a basis looks at before a step, at most `count`: the step's own first, others in turn."""
-    own = [row for row in taken.rows(step) if row in looked][:count]
-    apart = {*own}
+    """The rows that a basis looks at before a step, at most `count`: those of the step first, others in turn."""
+    first = [row for row in taken.rows(step) if row in looked][:count]
+    apart = {*first}
     others = [row for row in looked if row not in apart]
-    left = min(count - len(own), len(others))
-    numbers = own + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]
+    left = min(count - len(first), len(others))
+    numbers = first + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]
     looking = objective.in_torch()
     most = settings.most_rows if loaded.engine is None else LOOKED_AT_ONCE
-    return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), stepped=len(own))
+    return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), stepped=len(first))
 
 
 class Rows(ABC):
@@ -226,7 +226,7 @@ class Rows(ABC):
 
     @abstractmethod
     def step(self, step: int, *, per_example: bool) -> Closure:
-        """Returns the closure of that step: the loss, or (rows,) if each row has its own directions."""
+        """Returns the closure of that step: the loss, or (rows,) if directions are per example."""
 
     @abstractmethod
     def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:

@@ -218,7 +218,7 @@ class Run:
     def close(self) -> None:
         """Removes the hooks from `model`, which is the base model again unless it was merged, and a temporary folder.
 
-        The run cannot be used after that; one with a folder of its own can be opened again with `tezo.open_run`. What
+        The run cannot be used after that; one in a folder that was named can be opened again with `tezo.open_run`. What
         a method has written into the weights stays there, and so do layers of PEFT (`run.model.unload()` removes them).
         """
         if self._tuned is not None and not self._merged:
@@ -314,7 +314,7 @@ def check_harness() -> None:
 def _tasks(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:
     """(the manager that has these tasks, their names, with patterns such as "mmlu_*" expanded).
 
-    The harness takes long to list its own tasks: they are listed only where one of them is asked for.
+    The harness takes long to list its tasks: they are listed only where one of them is asked for.
     """
     from lm_eval.tasks import TaskManager
 
@@ -329,6 +329,6 @@ def _tasks(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[s
     for task in tasks:
         found = manager.match_tasks([task]) if task in named else [task]
         if not found:
-            raise RequestError(f"lm-eval has no task {task!r}; `lm-eval ls tasks` lists its own.")
+            raise RequestError(f"lm-eval has no task {task!r}; `lm-eval ls tasks` lists them.")
         names += found
     return manager, names

@@ -42,7 +42,7 @@ class Screen(Listener):
             self.line.print(line)
 
     def resumed(self, evaluations: Mapping[tuple[str, int], Metrics]) -> None:
-        of_dev = [(step, own["loss"]) for (split, step), own in evaluations.items() if self._is_dev(split)]
+        of_dev = [(step, metrics["loss"]) for (split, step), metrics in evaluations.items() if self._is_dev(split)]
         self.dev_losses = [loss for _, loss in sorted(of_dev)]
 
     def _is_dev(self, split: str) -> bool:

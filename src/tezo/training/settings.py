@@ -586,13 +586,13 @@ def suggestion(key: str, known: Iterable[str]) -> str:
         known: names that are known in its place.
     """
     name = _own_name(key.rpartition(".")[2], known)
-    elsewhere = [own for own in keys_by_name().get(name, []) if own != key]
+    elsewhere = [other for other in keys_by_name().get(name, []) if other != key]
     return f"Did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(name, known)
 
 
 def _own_name(name: str, known: Iterable[str]) -> str:
     """Returns the name here of what transformers calls `name`: the longest that ends it; else `name` itself."""
-    ends = [own for own in known if name.endswith(f"_{own}")]
+    ends = [one for one in known if name.endswith(f"_{one}")]
     return OF_TRANSFORMERS.get(name) or max(ends, key=len, default=name)
 
 
@@ -604,7 +604,7 @@ def dotted_settings(named: Mapping[str, Any], dotted: Mapping[str, Any]) -> list
         dotted: by dotted keys.
 
     Raises:
-        RequestError: a name is unknown, a key is given twice, or has a parameter of its own.
+        RequestError: a name is unknown, a key is given twice, or there is a parameter for it.
     """
     known = keys_by_name()
     pairs = []

@@ -160,8 +160,8 @@ def forgetting(summary: Mapping[str, Any]) -> str:
 def missing_scores(summary: Mapping[str, Any]) -> str:
     """Returns a sentence on answers that have no score, where there are any."""
     shares = [summary[when].get(MISSING_SCORES, 0.0) for when in ("before", "after")]
-    counts = {"dev" if summary["rows"]["test"] == 0 else split: own for split, own in summary["in_common"].items()}
-    common = [f"{own['rows']} of {own['of']} {split} rows" for split, own in counts.items()]
+    counts = {"dev" if summary["rows"]["test"] == 0 else split: found for split, found in summary["in_common"].items()}
+    common = [f"{found['rows']} of {found['of']} {split} rows" for split, found in counts.items()]
     before, after = (metric_text(MISSING_SCORES, share) for share in shares)
     differ = f"Of the scores {before} are missing before and {after} after: the two means are of different answers."
     compared = f"The verdict compares the rows that have a score in both: {', '.join(common)}."
@@ -180,7 +180,7 @@ class Outcome:
         before: metrics of the test rows before training.
         after: the same after training.
         untuned: name -> the same by what is fitted to the untuned model; see `tezo.tasks.untuned`.
-        own_answers: loss of the untuned model's own answers before and after training; None: not measured.
+        own_answers: loss of the untuned model's answers before and after training; None: not measured.
         chosen: whether the step was kept for its loss on the dev rows.
         stopped: key of `tezo.training.stopping.ENDED` for which the run ended before its last step, or None.
         chance: see `Evaluations.chance`; of the dev rows, or of the test rows where there are none.
