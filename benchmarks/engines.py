@@ -1,6 +1,6 @@
-"""Seconds and memory of a direction's pass in torch, llama.cpp and vLLM, on the embedded language model (135M).
+"""Seconds and memory of a direction's pass in torch and llama.cpp, on the embedded language model (135M).
 
-    python benchmarks/engines.py --shared FOLDER [--vllm PYTHON] [--only PART ...] [--out benchmarks/results]
+    python benchmarks/engines.py --shared FOLDER [--only PART ...] [--out benchmarks/results]
 
 64 rows of SST-2, answered by one of two words, under random low-rank changes of rank 16 in all linear layers of the
 blocks. Each engine has a process of its own, which computes passes with a change and without one in turn; processes
@@ -10,7 +10,6 @@ measures engines whose names have one of these parts, and keeps what engines.jso
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -65,14 +64,6 @@ def gguf_files(folder: Path) -> dict[str, Path]:
     for name, kind in TYPES.items():
         write_as(source, kind, files[name])
     return files
-
-
-def saved_model(folder: Path) -> Path:
-    """The embedded model as a folder that vLLM reads."""
-    loaded, path = load_model(MODEL), folder / "folder"
-    loaded.model.save_pretrained(path)
-    loaded.tokenizer.save_pretrained(path)
-    return path
 
 
 def texts_of(tokenizer: Any, shared: Path) -> list[tuple[int, ...]]:
@@ -164,7 +155,6 @@ def main() -> None:
     """Runs all processes, twice, and writes engines.json."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shared", type=Path, required=True)
-    parser.add_argument("--vllm", type=Path, help="python of an environment with vLLM")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of the engines to measure")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -176,18 +166,13 @@ def main() -> None:
         files = gguf_files(Path(folder))
         ways = [("torch float32", MODEL), ("torch bfloat16", MODEL)]
         ways += [(f"llama.cpp {name}", str(path)) for name, path in files.items()]
-        ways += [("vllm float32", str(saved_model(Path(folder))))] if chosen.vllm else []
         ways = [(name, path) for name, path in ways if any(part in name for part in chosen.only)]
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in ways}
         for _ in range(ROUNDS):
             for name, model in ways:
-                python = chosen.vllm if name.startswith("vllm") else sys.executable
                 kind = name if name.startswith("torch") else name.partition(" ")[0]
-                command = [python, __file__, "--shared", chosen.shared, "--child", kind, model]
-                done = subprocess.run(
-                    list(map(str, command)), capture_output=True, text=True, check=False,
-                    env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-                )  # fmt: skip
+                command = [sys.executable, __file__, "--shared", chosen.shared, "--child", kind, model]
+                done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
                 lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
                 if not lines:
                     raise SystemExit(f"{name}: {done.stderr[-2000:]}")

@@ -59,7 +59,7 @@ ROUNDS, REHEARSED_ROUNDS, CASE_SECONDS = 15, 3, 4.0
 """Rounds of a case on a GPU and in a rehearsal; none but the first three begins after so many seconds."""
 TIME_LIMIT, GRACE = 100, 15
 """Seconds after which a case is given up, and for which one that is running at the end is waited for."""
-LIBRARIES = ("tezo", "torch", "transformers", "peft", "bitsandbytes", "triton")
+LIBRARIES = ("tezo", "torch", "transformers", "peft", "bitsandbytes")
 
 
 @dataclass(frozen=True)

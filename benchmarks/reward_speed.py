@@ -1,6 +1,6 @@
 """Tokens a second in the steps of a reward run, against plain writing by the same engine (135M parameters).
 
-    python benchmarks/reward_speed.py [--vllm PYTHON] [--only PART ...] [--out benchmarks/results]
+    python benchmarks/reward_speed.py [--only PART ...] [--out benchmarks/results]
 
 The task is `form` of reward_tasks.py. A step has eight members write to eight prompts, scores their answers and moves
 the model; plain writing answers as many prompts without a change, and has nothing scored. No answer ends before its
@@ -9,7 +9,6 @@ longest length. Each engine has a process of its own, which does both in turn.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import reward_tasks
-from engines import gguf_files, saved_model
+from engines import gguf_files
 from tezo_studies.bench.result_files import commit
 
 from tezo.models.kinds import IN_MEMORY
@@ -84,7 +83,6 @@ def timed(job: Job) -> dict[str, list[float]]:
 def main() -> None:
     """Runs all processes, and writes reward_speed.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, help="python of an environment with vLLM")
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of the ways to measure anew")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -100,16 +98,12 @@ def main() -> None:
             "llama.cpp Q4_1": (str(files["Q4_1"]), "llama.cpp"),
             "llama.cpp F16": (str(files["F16"]), "llama.cpp"),
         }
-        if chosen.vllm:
-            ways["vllm float32"] = (str(saved_model(Path(folder))), "vllm")
         ways = {name: own for name, own in ways.items() if any(part in name for part in chosen.only)}
         found: dict[str, dict[str, list[float]]] = {}
         for name, (model, engine) in ways.items():
-            python = chosen.vllm if engine == "vllm" else sys.executable
             done = subprocess.run(
-                [str(python), __file__, "--child", model, engine], capture_output=True, text=True, check=False,
-                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-            )  # fmt: skip
+                [sys.executable, __file__, "--child", model, engine], capture_output=True, text=True, check=False
+            )
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             if not lines:
                 raise SystemExit(f"{name}: {done.stderr[-2000:]}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tables import TABLES
 
-from tezo.methods import AUTO, METHODS
+from tezo.methods import AUTO, BUILT_IN, METHODS
 from tezo.training import settings as recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +62,7 @@ def settings() -> str:
         "| method | options and defaults |",
         "|---|---|",
     ]
-    for method in METHODS.values():
+    for method in (METHODS[name] for name in BUILT_IN if name in METHODS):
         usual = METHODS["mezo"].defaults()
         own = {key: value for key, value in method.defaults().items() if key not in shared or value != usual[key]}
         told = ", ".join(f"`{k}` {shown(v)}" for k, v in own.items())

@@ -12,7 +12,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from render import ROOT, shown
 
-from tezo.methods import BASELINES, METHODS, Method
+from tezo.methods import BUILT_IN, Method
+from tezo.methods import method as named
 from tezo.training.settings import recipe_folder
 
 ELSEWHERE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md", "CONTRIBUTING.md": "contributing.md"}
@@ -26,7 +27,7 @@ API = {
     "more": ("More", ("tezo.",)),
 }
 """Page -> (title, beginnings of the modules whose public names it has); a name is on the first page that takes it."""
-EVERY: dict[str, Method[Any]] = {**METHODS, **BASELINES}
+EVERY: dict[str, Method[Any]] = {name: named(name) for name in BUILT_IN}
 
 
 def on_config(config: MkDocsConfig) -> None:

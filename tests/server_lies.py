@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_server import Lie, Reply, failure
 
-from tezo.engines.vllm import OWN
+from tezo.engines.server import OWN
 
 FIRST, LAST, ABSENT = "<first>", "<last>", "<absent>"
 """In the place of the first and last key of an object, and of a value that is taken away."""

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DefaultFlowCallback
 
 import tezo
-from tezo.methods import BASELINES, METHODS
+from tezo.methods import BASELINES, BUILT_IN, METHODS, method
 from tezo.models.kinds import ModelConfig
 from tezo.runs.text_logs import value_of
 from tezo.system.errors import RequestError, RunError
@@ -597,7 +597,7 @@ def test_other_requests_that_cannot_work(home, tmp_path, monkeypatch):
 
 
 def test_every_method_is_given_by_its_name():
-    rows = [*METHODS.values(), *BASELINES.values()]
+    rows = [method(name) for name in BUILT_IN]
     assert all(getattr(tezo, row.name.replace("-", "_")) is row.build for row in rows)
     assert {"train", "open_run", "Run", "load_adapter", "export_adapter", "METHODS", "ZerothOrderOptimizer",
             "FirstOrderOptimizer", "RequestError", "__version__"} <= set(dir(tezo))  # fmt: skip

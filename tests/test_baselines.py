@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tezo_methods.forward_gradient import forward_gradient
+from tezo_methods.mezo_conservative import mezo_conservative
+from tezo_methods.sparse_mezo import packed, small_bound, sparse_mezo, unpacked
 from tiny import lm_loss, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
-from tezo.directions.perturbation import packed, small_bound, unpacked
-from tezo.methods.first_order import forward_gradient
-from tezo.methods.mezo import mezo, mezo_conservative, sparse_mezo
+from tezo.methods.mezo import mezo
 from tezo.system.errors import RequestError
 
 RISES_AHEAD: Callable[[Tensor], Tensor] = lambda x: torch.where(x < -0.1, 1 + x.abs(), x)  # noqa: E731

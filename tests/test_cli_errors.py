@@ -1,5 +1,6 @@
 """A wrong request: one or two sentences that name the key, the value and the way out, exit code 2, nothing written."""
 
+import errno
 import json
 import os
 import shutil
@@ -358,3 +359,46 @@ def test_a_stream_that_lacks_a_character_does_not_end_a_command(tmp_path):
     done = subprocess.run([str(part) for part in command], capture_output=True, env=plain, check=False)
     assert done.returncode == 0, done.stderr
     assert b"\\u2212" in done.stdout, "the minus sign of a fall"
+
+
+def _no_map():
+    raise ImportError("/site-packages/scipy/x.so: failed to map segment from shared object")
+
+
+def _behind():
+    try:
+        bytearray(1 << 62)
+    except MemoryError as error:
+        raise ValueError("no list of anything") from error
+
+
+def _no_fork():
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.mark.parametrize(
+    "fails", [lambda: bytearray(1 << 62), lambda: torch.empty(1 << 60), _no_map, _behind, _no_fork]
+)
+def test_memory_that_is_short_is_said_whatever_notices_it(monkeypatch, fails):
+    """As in a small container: in imports, in torch and in the system's calls."""
+    monkeypatch.setattr("tezo.forecast.doctor.machine_report", fails)
+    done = tezo("doctor")
+    *_, last = done.err.strip().splitlines()
+    assert done.code == 1 and last.startswith("error: memory is short (") and "ulimit -v" in last, done.err
+
+
+def test_an_error_of_another_kind_is_not_taken_for_memory(monkeypatch):
+    monkeypatch.setattr("tezo.forecast.doctor.machine_report", lambda: [].index("out of memory"))
+    assert "ValueError was not foreseen" in tezo("doctor").err
+
+
+@pytest.mark.parametrize("mebibytes", [300, 500, 800])
+def test_a_limit_of_memory_ends_a_command_in_a_sentence(mebibytes):
+    resource = pytest.importorskip("resource", reason="limits are set by a module that Windows lacks")
+    limit = mebibytes << 20
+    done = subprocess.run(
+        [sys.executable, "-m", "tezo", "doctor"], capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("error: memory is short ("), done.stderr

@@ -125,7 +125,7 @@ def test_a_loss_that_is_no_number_is_no_result(home, tmp_path):
 def test_an_export_that_does_not_fit_leaves_nothing(home, tmp_path, form):
     command = ("export", home / "run", "--output", tmp_path / "out", "--format", form)
     done = forked(TEZO, *command, largest_file=4096)
-    assert done.returncode == 1 and "cannot be written: " in done.stderr and "the disk is full" in done.stderr
+    assert done.returncode == 1 and "cannot be written: it exceeds the limit of a file" in done.stderr
     assert form == "lora" or str(tmp_path / "out") in done.stderr  # what PEFT is asked about is a temporary folder
     assert list(tmp_path.iterdir()) == []
 

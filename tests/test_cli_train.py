@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from tezo.methods import METHODS
 from tezo.runs.words import work_text
 from tezo.tasks.examples import MOST_TEXT
-from tezo.training.choices import with_steps
+from tezo.training.choices import choose_size
 from tezo.training.settings import TrainConfig
 
 PROGRAM = Path(sys.executable).parent / "tezo"
@@ -160,8 +160,9 @@ def test_of_several_processes_the_first_prints(home, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("count", "batch", "steps"), [(10, 16, 200), (160, 16, 200), (480, 16, 600), (480, 4, 1000)])
 def test_the_number_of_steps_follows_from_the_rows(count, batch, steps):
     chosen = METHODS["head-feedback"]
-    resolved = with_steps(TrainConfig(batch_size=batch), count, chosen)
-    assert resolved.num_steps == steps and with_steps(TrainConfig(steps=7), count, chosen).num_steps == 7
+    found = {choice.key: choice.value for choice in choose_size(TrainConfig(batch_size=batch), count, chosen)}
+    given = {choice.key: choice.value for choice in choose_size(TrainConfig(steps=7), count, chosen)}
+    assert found["train.steps"] == steps and given["train.steps"] == 7
 
 
 def test_flags_and_settings_are_laid_over_a_recipe(home, tmp_path):

@@ -1,6 +1,7 @@
 """The method of a run that names none: by its rows, its model and what else it sets; and that a run keeps it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ import tezo
 from tezo.methods import METHODS
 from tezo.runs.step_log import read_log
 from tezo.tasks.evaluation import evaluate
-from tezo.training import stopping as best_state
-from tezo.training.choices import with_steps
+from tezo.training import stopping
+from tezo.training.choices import choose_size
 from tezo.training.job import prepare
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
@@ -140,9 +141,9 @@ def test_a_run_keeps_the_method_that_it_chose(home, tmp_path):
 )
 def test_a_method_has_its_schedule_unless_one_is_given(name, given, expected):
     train_settings = TrainConfig(steps=8, schedule=given)
-    found = with_steps(train_settings, 4, METHODS[name])
-    assert found.schedule == expected
-    assert lr_factor(6, found) == (0.25 if expected == "linear" else 1.0)
+    found = {choice.key: choice.value for choice in choose_size(train_settings, 4, METHODS[name])}
+    assert found["train.schedule"] == expected
+    assert lr_factor(6, replace(train_settings, schedule=expected)) == (0.25 if expected == "linear" else 1.0)
 
 
 def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):
@@ -167,7 +168,7 @@ def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):
 
 
 def test_a_run_that_ends_between_two_evaluations_has_measured_its_last_state(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(best_state.BestState, "_is_idle", lambda _, steps: steps == 4)
+    monkeypatch.setattr(stopping, "_is_idle", lambda history: history.steps == 4)
     made = request(home, settings=["train.steps=60", "method.name=gauss-newton", "train.eval_every=7",
                                    "data.hold_out=0.3", f"data.test={home / 'labels.jsonl'}"])  # fmt: skip
     found = train(made, tmp_path / "run")
@@ -183,7 +184,7 @@ def test_a_run_that_ends_between_two_evaluations_has_measured_its_last_state(hom
 
 @pytest.mark.parametrize("least", [0.0, 0.01, 0.2])
 def test_a_run_ends_where_two_rounds_in_a_row_gained_too_little_on_dev_rows(home, tmp_path, monkeypatch, least):
-    monkeypatch.setattr(best_state, "IDLE_GAIN", least)
+    monkeypatch.setattr(stopping, "IDLE_GAIN", least)
     settings = ["train.steps=7", "method.name=gauss-newton", "data.hold_out=0.3", f"data.test={home / 'labels.jsonl'}"]
     dev = DevLosses()
     found = train(request(home, settings=settings), tmp_path / "run", [dev])
@@ -232,14 +233,14 @@ def test_dev_rows_are_passed_once_for_an_evaluation_and_the_step_after_it(home, 
             asked.append(torch.allclose(found.scores_TC, of_rows(self, 1)[0].scores_TC, rtol=0, atol=1e-5))
         return found
 
-    def reason(self, steps):
-        return best_state.DEV_ROSE if steps == 2 and not self.rollbacks else None
+    def reason(history):
+        return stopping.DEV_ROSE if history.steps == 2 and not history.rollbacks else None
 
     of_rows, of_held_out = HeldOutRows.outputs_of, HeldOutRows.outputs
     monkeypatch.setattr(HeldOutRows, "outputs_of", outputs_of)
     monkeypatch.setattr(HeldOutRows, "outputs", outputs)
-    monkeypatch.setattr(best_state.BestState, "reason", reason)
-    monkeypatch.setattr(best_state.BestState, "_is_idle", lambda *_: False)
+    monkeypatch.setattr(stopping, "_reason", reason)
+    monkeypatch.setattr(stopping, "_is_idle", lambda _: False)
 
     class Evaluates(Listener):
         def started(self, job):

@@ -101,7 +101,7 @@ def test_a_disk_that_fails_at_any_write_is_named_and_nothing_saved_is_lost(home,
 
 
 @pytest.mark.parametrize("name", ["tezo-cadam", "mezo"])
-def test_a_replay_on_a_full_disk_is_a_sentence_and_leaves_nothing(home, tmp_path, name):
+def test_a_replay_beyond_the_limit_of_a_file_is_a_sentence_and_leaves_nothing(home, tmp_path, name):
     train(config(home, name), tmp_path / "run")
     whole = tmp_path / "whole"
     replay(tmp_path / "run", whole)
@@ -110,7 +110,9 @@ def test_a_replay_on_a_full_disk_is_a_sentence_and_leaves_nothing(home, tmp_path
         done = forked(TEZO, "replay", tmp_path / "run", "--output", tmp_path / "out", largest_file=largest)
         assert done.returncode == 1, (largest, done.stderr)
         last = done.stderr.splitlines()[-1]
-        assert last.startswith(f"error: {tmp_path / 'out'} cannot be written: the disk is full; free some space"), last
+        assert last.startswith(
+            f"error: {tmp_path / 'out'} cannot be written: it exceeds the limit of a file (ulimit -f)"
+        ), last
         assert {path.name for path in tmp_path.iterdir()} == {"run", "whole"}
 
 

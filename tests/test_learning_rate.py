@@ -11,13 +11,14 @@ import pytest
 import torch
 from cases import CASES, effective_weights, mostly_slow, run
 from folders import Result, completion_rows, label_rows, model_folder, refused, tezo, write_rows
+from tezo_methods.mezo_norm import NormalizedSGD
 from tiny import Regression, lm_loss, tiny_opt, tokens
 from torch import Tensor
 
 from tezo.methods import METHODS
 from tezo.optim.factored_adam import FactoredAdam
 from tezo.optim.learning_rate import CAUTION, ENOUGH, MOST_PASSES, MOST_TRIALS, TRIAL_STEPS, ChosenRate, choose_lr
-from tezo.optim.updates import SGD, Adam, AdaMU, NormalizedSGD
+from tezo.optim.updates import SGD, Adam, AdaMU
 from tezo.runs.step_log import read_log
 from tezo.system.errors import NonFiniteModelError
 from tezo.training.listeners import Listener

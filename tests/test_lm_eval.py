@@ -137,3 +137,54 @@ def test_requests_that_the_harness_cannot_meet(home, monkeypatch):
 @pytest.mark.slow
 def test_a_task_that_nobody_has(home):
     refused(tezo("eval", home / "mood-run", "--lm-eval", "moods"), "no task 'moods'", "lm-eval ls tasks")
+
+
+ALL_KINDS = {
+    "said": {},
+    "mood": {},
+    "rolled": {"output_type": "loglikelihood_rolling", "text": "", "target": "{{prompt}}{{completion}}",
+               "metric": "word_perplexity"},
+    "asked": {"output_type": "generate_until", "text": "{{prompt}}", "target": "{{completion}}",
+              "metric": "exact_match", "more": "generation_kwargs:\n  max_gen_toks: 6\n  until: [\"\\n\", \"the\"]\n"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["opt", "stories260K"])
+def test_an_evaluator_has_the_figures_of_the_harness_itself(home, tmp_path, family):
+    # Rows scored and continued by the evaluator that engines share, beside the harness's model of transformers.
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from tezo.tasks.harness import HarnessModel
+    from tezo.training.opening import open_model, run_config
+
+    if family == "stories260K" and not DECODER.is_dir():
+        pytest.skip("the pretrained decoder is not at hand")
+    kinds = {name: kind for name, kind in ALL_KINDS.items() if name != "asked" or family == "stories260K"}  # byte level
+    for name, kind in kinds.items():
+        if kind:
+            rows = home / "said.jsonl"
+            text = TASK.format(name=name, rows=rows, **{key: kind[key] for key in ("output_type", "text", "target")})
+            (tmp_path / f"{name}.yaml").write_text(text.replace("metric: acc", f"metric: {kind['metric']}")
+                                                   + kind.get("more", ""))  # fmt: skip
+        else:
+            (tmp_path / f"{name}.yaml").write_text((home / f"tasks/{name}.yaml").read_text())
+    folder = str(DECODER if family == "stories260K" else model_folder(tmp_path, family))
+    loaded = open_model(folder, run_config(folder, []))
+    reference = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=4)
+    found = []
+    for model in (reference, HarnessModel(loaded, 4)):
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        done = simple_evaluate(model, tasks=list(kinds), task_manager=manager, bootstrap_iters=0)
+        found.append({name: sorted(done["samples"][name], key=lambda sample: sample["doc_id"]) for name in kinds})
+    for name in kinds:
+        for theirs, ours in zip(found[0][name], found[1][name], strict=True):
+            if name == "asked":
+                assert ours["resps"] == theirs["resps"]
+            elif name == "rolled":
+                assert ours["resps"][0][0] == pytest.approx(theirs["resps"][0][0], abs=1e-3)
+            else:
+                for (mine,), (right,) in zip(ours["resps"], theirs["resps"], strict=True):
+                    assert mine[0] == pytest.approx(right[0], abs=1e-3) and mine[1] == right[1]
+    assert "asked" not in kinds or any(sample["resps"][0][0] for sample in found[0]["asked"])

@@ -285,7 +285,7 @@ def test_only_another_number_of_steps_follows_the_end_in_a_log(tmp_path, entry):
         ({}, ""),
         ({"train.reward": "/a/score.py:f"}, " --reward FILE.py:FUNCTION"),
         ({"model.engine": "http://host:8000"}, " --engine http://HOST:PORT"),
-        ({"model.engine": "vllm"}, ""),
+        ({"model.engine": "llama.cpp"}, ""),
         ({"model.trust_remote_code": True}, " --set model.trust_remote_code=true"),
     ],
 )

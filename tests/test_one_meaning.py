@@ -12,9 +12,8 @@ import tezo
 from tezo.methods import AUTO, BASELINES, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS
 from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED
 from tezo.runs.step_log import read_log
-from tezo.training.choices import RunRows
 from tezo.training.job import prepare
-from tezo.training.rows_of_steps import default_counts
+from tezo.training.rows_of_steps import RunRows, default_counts
 from tezo.training.settings import Config, parse_config
 
 PUBLISHED = [name for name in METHODS if name not in (ES, HEAD_FEEDBACK, GAUSS_NEWTON, "tezo-cadam")]

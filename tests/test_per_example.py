@@ -14,13 +14,13 @@ from questions import free_text, labelled, masked_examples
 from short_runs import STEPS, config, result, same, stopped
 from test_objectives_copies import CASES as FAMILIES
 from test_objectives_copies import objective_case
+from tezo_methods.grzo import DenseSigned, grzo
 from tiny import Regression, lm_loss, tiny_gpt2, tiny_llama, tiny_moe, tiny_opt, tokens
 from torch import nn
 from torch.nn import functional
 
 import tezo
 from tezo.directions import spaces
-from tezo.directions.perturbation import DenseSigned
 from tezo.directions.random import DrawKey
 from tezo.directions.spaces import Dense, SignedDense
 from tezo.directions.targets import select_targets
@@ -441,7 +441,7 @@ def test_a_matrix_of_noise_is_measured_with_the_signs_of_each_row(monkeypatch, b
     monkeypatch.setattr(spaces, "TILE", 500)  # several tiles a matrix
     model, ids = build(), tokens(batch=5, seed=1)
     plain, lr = copy.deepcopy(model), 0.1
-    optimizer = tezo.grzo(model, lr=lr, rho=RHO, targets=targets)
+    optimizer = grzo(model, lr=lr, rho=RHO, targets=targets)
     optimizer.refresh()
     draw = optimizer.draw()
     kappas = literal_kappas(plain, draw, lambda other: row_losses(other, ids)(), 5)
@@ -476,12 +476,12 @@ def test_noise_with_signs_is_standard_normal_and_uncorrelated_between_examples()
 def test_rows_without_a_spread_take_no_step():
     model, ids = tiny_opt(), tokens(batch=1, seed=1)
     before = copy.deepcopy(model)
-    optimizer = tezo.grzo(model, lr=0.1)
+    optimizer = grzo(model, lr=0.1)
     optimizer.step(row_losses(model, ids))
     assert optimizer.last_step.projected_grads == (0.0,)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
     with pytest.raises(RequestError, match=r"method\.directions is shared; grzo is defined for per-example only"):
-        tezo.grzo(tiny_opt(), directions="shared")
+        grzo(tiny_opt(), directions="shared")
 
 
 # --- runs

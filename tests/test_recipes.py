@@ -11,7 +11,8 @@ from tezo.system.errors import RequestError
 from tezo.training.settings import dump_config, find_recipe, parse_config, read_config, recipe_folder, recipe_names
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted(recipe_folder().glob("*.yaml"))
+OWN = sorted(recipe_folder().glob("*.yaml"))
+RECIPES = [*OWN, *sorted((ROOT / "examples/methods/recipes").glob("*.yaml"))]
 
 
 def wide_model() -> nn.Module:
@@ -44,7 +45,7 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
     monkeypatch.chdir(tmp_path)
     own = recipe_folder()
     assert find_recipe(Path("lozo")) == find_recipe(Path("lozo.yaml")) == own / "lozo.yaml"
-    assert {own / f"{name}.yaml" for name in recipe_names()} == set(RECIPES)
+    assert {own / f"{name}.yaml" for name in recipe_names()} == set(OWN)
     Path("lozo.yaml").write_text("model: here\n")
     assert find_recipe(Path("lozo.yaml")) == Path("lozo.yaml")
     for name, hint in (("losso", "Did you mean 'lozo'?"), ("../recipes/lozo", "recipe")):

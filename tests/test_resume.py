@@ -13,7 +13,7 @@ from cases import ONE_OF_EACH_KIND, mostly_slow
 from folders import label_rows, model_and_rows, model_folder, refused, settings, tezo, write_rows
 from kills import contents
 from safetensors.torch import load_file
-from short_runs import STEPS, config, result, same, stopped
+from short_runs import STEPS, config, entries, killed_after, result, same, stopped
 
 from tezo.methods import METHODS, method
 from tezo.models import lora as export
@@ -47,6 +47,18 @@ def test_a_run_that_stops_anywhere_goes_on_to_the_bit(home, tmp_path, name):
         assert (tmp_path / "run" / "checkpoint-3").is_dir() == (step > 3)
     train(made, tmp_path / "run", resume=True)
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["head-feedback", "gauss-newton", "lozo"])
+def test_a_run_that_measured_its_settings_and_was_killed_after_any_entry_leaves_the_same_files(home, tmp_path, name):
+    made = config(home, name, steps=3, eval_every=1, log_every=1, feedback_first=None, feedback_last=None)
+    made = replace(made, method=replace(made.method, options={"rho": "auto"} if name == "lozo" else {}))
+    train(made, tmp_path / "whole")
+    for killed in range(len(entries((tmp_path / "whole/steps.log").read_bytes())) - 1):
+        killed_after(tmp_path / "whole", tmp_path / f"{killed}", killed)
+        train(made, tmp_path / f"{killed}", resume=True)
+        assert contents(tmp_path / f"{killed}") == contents(tmp_path / "whole"), killed
 
 
 @pytest.mark.parametrize("name", mostly_slow(["mezo", "lozo", "tezo-adam", "tezo-cadam"], "lozo", "tezo-adam"))

@@ -1,6 +1,7 @@
 """Rewards: a scorer of completions as the objective, from the first evaluation to a replay that needs no scorer."""
 
 import functools
+import itertools
 import json
 from dataclasses import replace
 
@@ -24,7 +25,9 @@ import tezo as library
 from tezo.methods import METHODS
 from tezo.report.charts import loss_charts
 from tezo.report.tables import row_loss, step_loss
+from tezo.runs.folder import LOG
 from tezo.runs.reader import read_run
+from tezo.runs.step_log import read_log
 from tezo.runs.words import change_text, metric_text
 from tezo.system.errors import RequestError
 from tezo.tasks import scoring_processes as scoring
@@ -272,10 +275,10 @@ def test_a_run_by_an_object_goes_on_only_with_one_that_computes_the_same(home, t
 def test_a_run_goes_on_only_with_its_own_function_of_a_file(home, tmp_path):
     stopped(config(home), tmp_path / "run", 4)
     other = config(home, reward=f"{home / 'score.py'}:other")
-    with pytest.raises(RequestError, match="is other, and the run began with short_words"):
+    with pytest.raises(RequestError, match="its function differs"):
         train(other, tmp_path / "run", resume=True)
     train(config(home), tmp_path / "run", resume=True)
-    with pytest.raises(RequestError, match="is other, and the run began with short_words"):
+    with pytest.raises(RequestError, match="its function differs"):
         train(other, tmp_path / "run", resume=True)  # of a run that has ended, too
     train(config(home, reward=None, objective="reward"), tmp_path / "run", resume=True)
     (tmp_path / "changed").mkdir()
@@ -359,6 +362,193 @@ def test_a_scorer_that_changes_the_working_folder_moves_nothing(home, tmp_path, 
     assert run.evaluate()["reward"] == after["reward"] == run.summary["after"]["reward"]
     assert run.export(tmp_path / "adapter").is_dir()
     run.close()
+
+
+def plan_of(*evaluations):
+    """Scores of the dev rows in each evaluation, whatever the model writes; of training rows by what it writes."""
+    values = itertools.chain(*evaluations)
+
+    def scorer(prompt, completion, row):
+        return short_words(prompt, completion, {"most": 3}) if row["most"] is None else next(values)
+
+    return scorer
+
+
+def planned(home, scorer, **more):
+    train, dev = ([row["prompt"] for row in completion_rows(4, seed)] for seed in (0, 1))
+    return library.train(
+        home / "opt", [{"prompt": text, "most": None} for text in train],
+        dev=[{"prompt": text, "most": i} for i, text in enumerate(dev)], reward=scorer, method="mezo", steps=2,
+        batch_size=4, lr=1e-3, max_new_tokens=4, eval_every=1, progress=False, **more,
+    )  # fmt: skip
+
+
+ALL, SOME, LAST = [0.0, 1.0, 2.0, 3.0], [None, None, 1.9, 2.9], [0.1, 1.1, 2.1, 3.1]
+
+
+def test_states_are_compared_on_the_prompts_that_have_scores_in_both(home, tmp_path):
+    run = planned(home, plan_of(ALL, SOME, LAST, LAST), output=tmp_path / "run")
+    dev = {line["step"]: line["reward"] for line in run.metrics if line.get("split") == "dev"}
+    assert dev[1] > dev[2] > run.summary["before"]["reward"]  # the means of what is there would keep step 1
+    assert run.summary["kept_step"] == 2 and run.summary["in_common"] == {}
+    assert "the dev reward was 1.5000 and is 1.6000, within the noise of 4 rows" in run.summary["verdict"]
+    run.close()
+    run = planned(home, plan_of(SOME, LAST, ALL, LAST))
+    assert run.summary["kept_step"] == 1  # a mean of two rows is no bar for one of four
+    common = {"rows": 2, "of": 4, "before": -2.4, "after": pytest.approx(-2.6)}
+    assert run.summary["in_common"] == {"dev": common, "test": common}
+    assert "the dev reward was 2.4000 and is 2.6000, within the noise" in run.summary["verdict"]
+    assert "compares the rows that have a score in both: 2 of 4 dev rows." in run.summary["verdict"]
+    run.close()
+
+
+def test_a_state_without_a_prompt_in_common_with_the_best_is_no_better(home):
+    first = [0.0, 1.0, None, None]
+    run = planned(home, plan_of(first, [None, None, 5.0, 6.0], [None, 0.5, 9.0, 9.0], first))
+    assert run.summary["kept_step"] == 0
+    run.close()
+
+
+def test_a_verdict_says_where_nothing_can_be_compared(home):
+    run = planned(home, plan_of(ALL[:2] + [None] * 2, ALL, ALL, [None] * 2 + ALL[2:]), keep_best=False)
+    assert run.summary["in_common"]["test"]["rows"] == 0
+    assert run.summary["verdict"].startswith("No better: ")
+    run.close()
+
+
+def test_a_run_with_missing_scores_goes_on_to_the_bit(home, tmp_path):
+    whole = planned(home, plan_of(ALL, SOME, LAST, LAST), output=tmp_path / "whole")
+    for killed in range(len(entries((tmp_path / "whole/steps.log").read_bytes())) - 1):
+        killed_after(tmp_path / "whole", tmp_path / f"{killed}", killed)
+        known = len(read_log(tmp_path / f"{killed}" / LOG).row_losses)
+        run = planned(home, plan_of(*[ALL, SOME, LAST, LAST][known:]), output=tmp_path / f"{killed}", resume=True)
+        assert contents(run.folder) == contents(whole.folder), killed
+        run.close()
+    whole.close()
+
+
+FAILING = """
+LIMIT = {limit}
+calls = 0
+
+def short_words(prompt, completion, row):
+    global calls
+    calls += 1
+    if calls > LIMIT:
+        raise ConnectionError("the judge is gone")
+    words = completion.split()
+    return {factor} * sum(len(word) <= row["most"] for word in words) / max(1, len(words))
+"""
+NEVER = 10**9
+CHECKED, EVALUATED, STEPPED = 8, 12, 8
+"""Calls before a run, in an evaluation and in a step."""
+FAILURES = {
+    "first evaluation": CHECKED,
+    "first step": CHECKED + EVALUATED,
+    "third step": CHECKED + 2 * EVALUATED + 2 * STEPPED,
+    "dev rows": CHECKED + EVALUATED + 2 * STEPPED,
+    "after": CHECKED + 4 * EVALUATED + 6 * STEPPED,
+}
+
+
+def failed(home, run, limit):
+    """A run that its scorer has ended; the configuration."""
+    (home / "judge.py").write_text(FAILING.format(limit=limit, factor=1.0))
+    made = config(home, reward=f"{home / 'judge.py'}:short_words", temperature=0.5)
+    with pytest.raises(RequestError, match=r"it raised ConnectionError .*--resume --reward .*judge\.py:short_words"):
+        train(made, run)
+    return made
+
+
+@pytest.mark.parametrize("moment", FAILURES)
+def test_a_mended_scorer_that_gives_earlier_answers_the_same_scores_goes_on_by_itself(home, tmp_path, moment):
+    made = failed(home, tmp_path / "run", FAILURES[moment])
+    unscored = [line for line in read_jsonl(tmp_path / "run/scored.jsonl") if "failed" in line]
+    assert {line["failed"] for line in unscored} == {"raised ConnectionError (the judge is gone)"}
+    assert all(line["score"] is None and line["completion"] for line in unscored)
+    steps = len(read_log(tmp_path / "run" / LOG).steps)
+    (home / "judge.py").write_text(FAILING.format(limit=NEVER, factor=1.0))
+    train(made, tmp_path / "run", resume=True)
+    train(made, tmp_path / "whole")
+    assert same(result(tmp_path / "run"), result(tmp_path / "whole"))
+    assert (tmp_path / "run/scored.jsonl").read_bytes() == (tmp_path / "whole/scored.jsonl").read_bytes()
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    ((change,), whole) = summary["scorers"], json.loads((tmp_path / "whole/summary.json").read_text())
+    assert whole["scorers"] == [] and summary["after"] == whole["after"]
+    evaluations = 0 if moment == "first evaluation" else 2 if moment == "third step" else 1 + 3 * (moment == "after")
+    assert change == {
+        "step": steps, "name": made.train.reward, "answers": evaluations * EVALUATED + steps * STEPPED,
+    }  # fmt: skip
+    assert train(made, tmp_path / "run", resume=True) == summary
+
+
+@pytest.mark.parametrize("moment", ["first step", "third step"])
+def test_a_mended_scorer_that_scores_earlier_answers_otherwise_needs_a_word(home, tmp_path, moment):
+    made = failed(home, tmp_path / "run", FAILURES[moment])
+    (home / "judge.py").write_text(FAILING.format(limit=NEVER, factor=2.0))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(RequestError, match=r"other scores to earlier answers, such as that to .*--accept-scorer"):
+        train(made, tmp_path / "run", resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    summary = train(made, tmp_path / "run", resume=True, accept_scorer=True)
+    assert [change["answers"] for change in summary["scorers"]] == [None]
+
+
+def test_a_run_goes_on_with_another_scorer_by_a_word_and_says_so(home):
+    one, two = (f"{home / 'score.py'}:{name}" for name in ("short_words", "other"))
+    stopped(config(home), home / "begun", 3)
+    again = ("train", "--output", home / "begun", "--resume", "--reward")
+    refused(tezo(*again, two), "its function differs", "--accept-scorer")
+    refused(tezo("train", *flags(home), "--reward", one, "--accept-scorer"), "accept_scorer", "resume")
+    done = tezo(*again, two, "--accept-scorer")
+    assert done.code == 0, done.err
+    summary = json.loads((home / "begun/summary.json").read_text())
+    assert summary["scorers"] == [{"step": 4, "name": two, "answers": None}]
+    told = f"after step 4 the run went on with another scorer, {two}: it was accepted by the user."
+    assert f"train.reward: {told}" in summary["notices"] and done.says(told)
+    assert f"A{told[1:]}" in (home / "begun/adapter/README.md").read_text()
+    assert f"reward: {two}" in (home / "begun/config.yaml").read_text()
+    (home / "begun/manifest.json").unlink()  # as of a run that was killed at its end
+    refused(tezo(*again, one), "its function differs")
+    assert tezo(*again, two).code == 0
+    assert json.loads((home / "begun/summary.json").read_text())["scorers"] == summary["scorers"]
+    refused(tezo(*again, one), "its function differs", "another output")
+    assert tezo("export", home / "begun", "--output", home / "export").code == 0
+    assert f"A{told[1:]}" in (home / "export/README.md").read_text()
+
+
+def test_a_run_by_an_object_goes_on_with_another_by_a_word(home, tmp_path):
+    rows = [{"prompt": row["prompt"], "most": 3} for row in completion_rows(12)]
+    given = {
+        "model": home / "opt",
+        "data": rows,
+        "dev": rows,
+        "method": "mezo",
+        "steps": 4,
+        "eval_every": 1,
+        "lr": 1e-3,
+    }
+    given |= {"batch_size": 4, "max_new_tokens": 4, "output": tmp_path / "run", "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        library.train(**given, reward=scorer_of(1.0), listeners=[Death(1)])
+    with pytest.raises(RequestError, match=r"its variable weight differs.*accept_scorer=True"):
+        library.train(**given, reward=scorer_of(0.01), resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        library.train(**given, reward=scorer_of(0.01), resume=True, accept_scorer=True, listeners=[Death(2)])
+    run = library.train(**given, reward=scorer_of(0.01), resume=True)
+    assert [change["step"] for change in run.summary["scorers"]] == [2]
+    dev = [line["reward"] for line in run.metrics if line.get("split") == "dev"]
+    assert dev[0] > max(dev[1:]), "by two scorers"
+    assert run.summary["kept_step"] >= 2, "states of one scorer are compared"
+    assert run.summary["verdict"].startswith("No better for certain: the scorer was changed after step 2")
+    run.close()
+    with pytest.raises(RequestError, match=r"accept_scorer is set, and train\.objective is loss"):
+        library.train(home / "opt", rows, output=tmp_path / "run", resume=True, accept_scorer=True)
+
+
+def test_the_report_of_a_run_whose_scorer_has_failed_shows_its_answers(home, tmp_path):
+    failed(home, tmp_path / "run", FAILURES["third step"])
+    assert {answer.step for answer in read_run(tmp_path / "run").scored} == {2}
 
 
 def test_what_is_no_function_is_refused_before_anything_is_loaded():

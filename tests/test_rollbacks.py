@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +19,14 @@ from tiny import lm_loss, tiny_opt, tokens
 
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.folder import ResumeState
-from tezo.runs.step_log import Rollback, StepLog, read_log
+from tezo.runs.step_log import NewTotal, Rollback, StepLog, read_log
 from tezo.runs.words import BETTER, NO_BETTER
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.settings import Config, TrainConfig, dump_config, parse_config
 from tezo.training.stopping import (
+    CONTINUE,
     DEV_ROSE,
     FEEDBACK_ROSE,
     IDLE,
@@ -35,7 +38,10 @@ from tezo.training.stopping import (
     STAGNATED,
     STEPS_ROSE,
     BestState,
-    GoodState,
+    History,
+    Stop,
+    decide,
+    decide_after_failure,
     in_words,
 )
 from tezo.training.summary import verdict
@@ -117,89 +123,130 @@ def test_the_state_after_a_return_is_saved_and_restored(case):
 # The decision
 
 
-def control(steps: int = 100, every: int = 10, *, dev_rows: int = 4, judged_feedback: int = 0) -> BestState:
-    """The decisions of a run whose states are not tensors."""
-    settings = TrainConfig(steps=steps, batch_size=1, eval_every=every, feedback_first=judged_feedback, guard=True)
-    optimizer: Any = SimpleNamespace(roll_back=lambda *_: None)
-    config = SimpleNamespace(train=settings)
-    job: Any = SimpleNamespace(config=config, dev=[None] * dev_rows, optimizer=optimizer, held_out=None)
-    folder: Any = SimpleNamespace(append_rollback=lambda _: None)
-    nothing: Any = None
-    made = BestState(job, folder, nothing, [], nothing)
-    made.best = BEST
-    return made
-
-
-def fed(made: BestState, losses: list[float]) -> BestState:
-    for step, loss in enumerate(losses):
-        made.stepped(StepRecord(step, loss, 1e-3))
-    return made
-
-
-def reason(made: BestState, steps: int, best: GoodState, dev_loss: float | None) -> str | None:
-    made.best, made.dev_loss = best, dev_loss
-    return made.reason(steps)
-
-
 NOISE = [3 + 0.1 * math.sin(k * k) for k in range(400)]
-BEST = GoodState(10, 2.9, {})
+BEST = (10, 2.9)
+
+
+def history(losses: list[float], steps: int = 100, every: int = 10, *, dev_rows: int = 4, **settings: Any) -> History:
+    """The events of a run whose steps had these losses, and whose lowest dev loss was that of `BEST`."""
+    found = History(TrainConfig(steps=steps, batch_size=1, eval_every=every, guard=True, **settings), dev_rows)
+    return added(found, losses)
+
+
+def added(events: History, losses: list[float]) -> History:
+    for loss in losses:
+        events.add_step(StepRecord(events.steps, loss, 1e-3))
+    return events
+
+
+def decided(events: History, best: tuple[int, float] = BEST, dev_loss: float | None = None) -> str | None:
+    """The reason for which a run goes back or ends; None: it goes on."""
+    events.best, events.dev_loss = best, dev_loss
+    events.rise = math.nan if dev_loss is None else dev_loss - best[1]
+    decision = decide(events)
+    assert decide(events) == decision, "a function of the events alone"
+    return None if decision == CONTINUE else decision.reason
 
 
 def test_each_reason_and_none():
-    assert reason(fed(control(), NOISE[:40]), 40, BEST, 2.95) == STAGNATED
-    assert reason(fed(control(), NOISE[:30]), 30, BEST, 2.95) is None, "not for long enough"
-    assert reason(fed(control(), NOISE[:35]), 35, BEST, None) is None, "between evaluations"
-    assert reason(fed(control(), NOISE[:40] + [9.0] * 8), 48, BEST, None) == STEPS_ROSE
-    assert reason(fed(control(), NOISE[:20]), 20, BEST, 4.0) == DEV_ROSE
-    assert reason(fed(control(), NOISE[:20]), 20, BEST, math.nan) == NOT_FINITE
-    assert reason(fed(control(), NOISE[:40] + [9.0] * 8), 48, GoodState(48, 2.8, {}), 2.8) is None, "the best state"
+    assert decided(history(NOISE[:40]), dev_loss=2.95) == STAGNATED
+    assert decided(history(NOISE[:30]), dev_loss=2.95) is None, "not for long enough"
+    assert decided(history(NOISE[:35])) is None, "between evaluations"
+    assert decided(history(NOISE[:40] + [9.0] * 8)) == STEPS_ROSE
+    assert decided(history(NOISE[:20]), dev_loss=4.0) == DEV_ROSE
+    assert decided(history(NOISE[:20]), dev_loss=math.nan) == NOT_FINITE
+    assert decided(history(NOISE[:40] + [9.0] * 8), (48, 2.8), 2.8) is None, "the best state"
     assert REASONS.keys() == {STAGNATED, STEPS_ROSE, DEV_ROSE, NOT_FINITE, FEEDBACK_ROSE}
+    unguarded = history(NOISE[:20])
+    unguarded.settings = replace(unguarded.settings, guard=False)
+    assert decided(unguarded, dev_loss=4.0) is None
 
 
 def test_feedback_steps_that_raised_the_dev_loss_are_undone_at_the_same_rate():
-    made = fed(control(judged_feedback=20), NOISE[:20])
-    assert reason(made, 20, BEST, 2.91) == reason(made, 20, BEST, 4.0) == FEEDBACK_ROSE, "however little or much"
-    assert reason(made, 20, GoodState(20, 2.8, {}), 2.8) is None, "they lowered it"
-    assert reason(made, 20, BEST, math.nan) == NOT_FINITE, "the rate is too high for any step"
-    assert reason(made, 19, BEST, 2.91) is None and reason(made, 21, BEST, 4.0) == DEV_ROSE
-    planned = made.planned(20, FEEDBACK_ROSE)
-    assert planned == Rollback(20, BEST.step, 1.0, FEEDBACK_ROSE)
-    assert in_words(planned).endswith("back to step 10, with the first learning rate")
+    fed, losses = partial(history, feedback_first=20), NOISE[:20]
+    assert decided(fed(losses), dev_loss=2.91) == decided(fed(losses), dev_loss=4.0) == FEEDBACK_ROSE, "however little"
+    assert decided(fed(losses), (20, 2.8), 2.8) is None, "they lowered it"
+    assert decided(fed(losses), dev_loss=math.nan) == NOT_FINITE, "the rate is too high for any step"
+    assert decided(fed(losses[:19]), dev_loss=2.91) is None
+    assert decided(fed(NOISE[:21]), dev_loss=4.0) == DEV_ROSE
+    events = fed(losses)
+    events.best, events.dev_loss = BEST, 2.91
+    assert decide(events) == Rollback(20, BEST[0], 1.0, FEEDBACK_ROSE)
+    assert in_words(decide(events)).endswith("back to step 10, with the first learning rate")
 
 
 def test_patience_is_of_steps_as_well_as_of_evaluations():
-    often = fed(control(every=1), NOISE[:60])
-    assert reason(often, BEST.step + PATIENT_STEPS, BEST, 2.95) is None
-    assert reason(often, BEST.step + 30, BEST, 2.95) == STAGNATED, "0.3 of 100 steps"
-    seldom = fed(control(every=25), NOISE[:60])
-    assert reason(seldom, 75, BEST, 2.95) == STAGNATED and reason(seldom, 50, BEST, 2.95) is None
+    often = partial(history, every=1)
+    assert decided(often(NOISE[: BEST[0] + PATIENT_STEPS]), dev_loss=2.95) is None
+    assert decided(often(NOISE[: BEST[0] + 30]), dev_loss=2.95) == STAGNATED, "0.3 of 100 steps"
+    seldom = partial(history, every=25)
+    assert decided(seldom(NOISE[:75]), dev_loss=2.95) == STAGNATED
+    assert decided(seldom(NOISE[:50]), dev_loss=2.95) is None
 
 
 def test_the_rate_falls_by_a_third_each_time_and_a_run_ends_where_that_did_not_help():
-    made = control()
+    events = history(NOISE[:10])
     for count in range(1, MOST_ROLLBACKS + 1):
-        planned = made.planned(10 * count, STEPS_ROSE)
-        assert planned == Rollback(10 * count, BEST.step, pytest.approx(LOWERED**count), STEPS_ROSE)
-        made.roll_back(planned)
-    assert made.lr_scale == pytest.approx(LOWERED**MOST_ROLLBACKS)
-    assert made.planned(99, STEPS_ROSE) is None, "as many as there may be"
-    once = control()
-    once.roll_back(once.planned(40, STAGNATED))
-    assert once.planned(70, STAGNATED) is None, "a lower rate did not help"
-    assert once.planned(70, DEV_ROSE) is not None
-    once.best = GoodState(50, 2.8, {})
-    assert once.planned(70, STAGNATED) is not None, "it helped"
+        added(events, NOISE[:2])
+        events.best, events.dev_loss = BEST, math.nan
+        made = decide(events)
+        assert made == Rollback(events.steps, BEST[0], pytest.approx(LOWERED**count), NOT_FINITE)
+        events.add_rollback(made)
+    assert events.lr_scale == pytest.approx(LOWERED**MOST_ROLLBACKS)
+    assert decide(added(events, NOISE[:1])) == CONTINUE
+    events.dev_loss = math.nan
+    assert decide(events) == Stop(NOT_FINITE), "as many as there may be"
+
+
+def test_a_run_ends_that_stagnates_again_at_a_lower_rate():
+    once = history(NOISE[:40])
+    once.best, once.dev_loss = BEST, 2.95
+    once.add_rollback(decide(once))
+    added(once, NOISE[40:70])
+    once.dev_loss = 2.95
+    assert decide(once) == Stop(STAGNATED), "a lower rate did not help"
+    once.totals = [NewTotal(70, 70, 100, ended=True)]
+    assert decide(once) == CONTINUE, "the user asked it to go on from there"
+    once.totals, once.dev_loss = [], math.nan
+    assert decide(once) == Rollback(70, BEST[0], pytest.approx(LOWERED**2), NOT_FINITE)
+    added(once, NOISE[70:80])
+    once.best, once.dev_loss = (50, 2.8), 2.95
+    assert decide(once) == Rollback(80, 50, pytest.approx(LOWERED**2), STAGNATED), "it helped"
+
+
+def test_a_failed_step_goes_back_once_and_ends_the_run_where_it_is_the_stopping_that_fails():
+    events = history(NOISE[:20])
+    events.best = BEST
+    made = decide_after_failure(events)
+    assert made == Rollback(20, BEST[0], LOWERED, NOT_FINITE)
+    events.add_rollback(made)
+    assert decide_after_failure(events) == Stop(NOT_FINITE)
+    events = history(NOISE[: BEST[0]])
+    events.best = BEST
+    assert decide_after_failure(events) == Stop(NOT_FINITE)
 
 
 def test_a_state_that_dev_rows_chose_is_not_compared_with_losses_of_rows_learnt_by_heart():
     by_heart = [loss - 2 for loss in NOISE[:32]]
     for dev_rows in (0, 4):
-        made = fed(control(200, dev_rows=dev_rows), by_heart)
-        made.best = GoodState(0, 2.9, {})
-        made.roll_back(Rollback(32, 0, LOWERED, STAGNATED))
-        reasons = [reason(fed(made, [loss]), 33 + step, BEST, None) for step, loss in enumerate(NOISE[32:96])]
+        events = history(by_heart, 200, dev_rows=dev_rows)
+        events.add_rollback(Rollback(32, 0, LOWERED, STAGNATED))
+        reasons = [decided(added(events, [loss])) for loss in NOISE[32:96]]
         assert set(reasons) == {None} if dev_rows else STEPS_ROSE in reasons
-    assert reason(fed(made, [9.0] * 16), 112, BEST, None) == STEPS_ROSE, "a rise since the return is seen"
+    assert decided(added(events, [9.0] * 16)) == STEPS_ROSE, "a rise since the return is seen"
+
+
+def control(steps: int, dev_rows: int) -> BestState:
+    """The decisions of a run whose states are not tensors."""
+    settings = TrainConfig(steps=steps, batch_size=1, eval_every=10, guard=True)
+    optimizer: Any = SimpleNamespace(roll_back=lambda *_: None, idle_steps=None)
+    config = SimpleNamespace(train=settings)
+    job: Any = SimpleNamespace(config=config, dev=[None] * dev_rows, optimizer=optimizer, held_out=None)
+    folder: Any = SimpleNamespace(append_rollback=lambda _: None)
+    nothing: Any = None
+    made = BestState(job, folder, nothing, [], nothing)
+    made.tensors = {}
+    return made
 
 
 @pytest.mark.parametrize("dev_rows", [0, 4])
@@ -207,18 +254,19 @@ def test_the_decisions_after_a_restart_are_those_without_one(dev_rows):
     losses = NOISE[:40] + [9.0] * 8 + NOISE[40:90] + [9.0] * 16
     records = [StepRecord(step, loss, 1e-3) for step, loss in enumerate(losses)]
     for cut in range(len(losses)):
-        whole, restored = (control(200, dev_rows=dev_rows) for _ in range(2))
+        whole, restored = (control(200, dev_rows) for _ in range(2))
         for step, loss in enumerate(losses):
             if step == cut:
-                restored.begin(ResumeState(steps=records, rollbacks={done.step: done for done in whole.rollbacks}))
+                made = {done.step: done for done in whole.history.rollbacks}
+                restored.begin(ResumeState(steps=records[:cut], rollbacks=made))
                 restored.load({}, whole.saved()[1], cut)
-            running = (whole, restored) if step >= cut else (whole,)
-            found = {reason(fed(made, [loss]), step + 1, BEST, None) for made in running}
+            running = [state.history for state in ((whole, restored) if step >= cut else (whole,))]
+            found = {decided(added(events, [loss])) for events in running}
             assert len(found) == 1
             if (why := found.pop()) is not None:
-                for made in running:
-                    made.roll_back(Rollback(step + 1, BEST.step, 0.5, why))
-        assert restored.rollbacks == whole.rollbacks and len(whole.rollbacks) >= 2
+                for events in running:
+                    events.add_rollback(Rollback(step + 1, BEST[0], 0.5, why))
+        assert restored.history.rollbacks == whole.history.rollbacks and len(whole.history.rollbacks) >= 2
 
 
 # Runs

@@ -264,11 +264,11 @@ def test_a_file_is_known_by_its_source_and_by_the_modules_that_it_imports(tmp_pa
     file = tmp_path / "score.py"
     file.write_text('"""Scores."""\nfrom beside_it import length\n\ndef f(p, c, r):\n    return length(c)  # it\n')
     _, before = load_score(f"{file}:f")
-    assert list(before.parts) == ["its file", "module beside_it", "module deeper"]
+    assert list(before.parts) == ["its function", "its file", "module beside_it", "module deeper"]
     file.write_text("from beside_it import length\n# more\ndef f(p, c, r):\n    return length( c )\n")
-    assert differ(before, identity_of_file(file)) is None
+    assert differ(before, identity_of_file(file, "f")) is None
     for path, text in ((file, "def f(p, c, r): return 2"), (tmp_path / "deeper.py", "def deep(): return 2")):
         kept = path.read_text()
         path.write_text(text)
-        assert differ(before, identity_of_file(file)) is not None
+        assert differ(before, identity_of_file(file, "f")) is not None
         path.write_text(kept)

@@ -7,14 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy
+import pandas
 import pytest
+import torch
 
 from tezo.runs.reader import MAX_NUMBER
 from tezo.system.errors import RequestError
 from tezo.tasks.scorers import load_score
-from tezo.tasks.scoring import LARGEST, TRIES, Sample, scored
+from tezo.tasks.scores import LARGEST
+from tezo.tasks.scoring import TRIES, Sample, scored
 from tezo.tasks.scoring_processes import Processes
 
 SAMPLES = [Sample(f"prompt {i}", f"answer {i}", {"most": i}, f"line {i + 1}") for i in range(3)]
@@ -58,6 +63,154 @@ def test_calls_that_wait_do_so_together():
     started = time.perf_counter()
     assert values(slow, SAMPLES * 10) == [1.0] * 30
     assert time.perf_counter() - started < 2
+
+
+def as_trl_of_messages(prompts, completions, most):
+    assert prompts == [[{"role": "user", "content": f"prompt {i}"}] for i in range(3)]
+    assert [[message["role"] for message in own] for own in completions] == [["assistant"]] * 3
+    return [
+        own + 10 * message["content"].startswith("answer") for own, (message,) in zip(most, completions, strict=True)
+    ]
+
+
+def test_a_function_of_trls_form_gets_messages_where_the_rows_have_messages():
+    asked = [replace(own, messages=({"role": "user", "content": own.prompt},)) for own in SAMPLES]
+    assert values(as_trl_of_messages, asked) == values(by_row, asked) == [10, 11, 12]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        numpy.array, torch.tensor, tuple, pandas.Series, lambda own: torch.tensor(own, requires_grad=True),
+        lambda own: [numpy.float32(one) for one in own], lambda own: [torch.tensor(one) for one in own],
+        lambda own: [numpy.array([one]) for one in own], lambda own: [torch.tensor([one]) for one in own],
+    ],
+    ids=["array", "tensor", "tuple", "series", "with gradient", "scalars", "0-d", "arrays of one", "tensors of one"],
+)  # fmt: skip
+def test_scores_may_be_arrays_and_tensors(made):
+    def of_all(completions):
+        return made([float(text[-1]) for text in completions])
+
+    def of_one(prompt, completion, row):
+        return next(iter(made([float(completion[-1])])))
+
+    assert values(of_all) == values(of_one) == [0, 1, 2]
+    assert values((of_all, of_one)) == [0, 2, 4]
+
+
+def test_a_part_that_is_none_is_left_out_of_the_sum_as_trl_does():
+    given = [{"form": 0.5, "length": None}, {"form": math.nan, "length": 0.25}, {"form": None, "length": None}]
+
+    def partly(prompt, completion, row):
+        return given[row["most"]]
+
+    found = scored(partly, SAMPLES)
+    assert [own.value for own in found[:2]] == [0.5, 0.25] and math.isnan(found[2].value)
+    assert [dict(own.parts) for own in found] == [{"form": 0.5}, {"length": 0.25}, {}]
+    assert [list(own.lacks) for own in found] == [["length"], ["form"], []]
+    assert [own.failure is None for own in found] == [True, True, False]
+
+
+def test_several_scorers_are_added_as_trl_does():
+    def length(completions):
+        return [None if text[-1] == "1" else float(len(text)) for text in completions]
+
+    def named(prompt, completion, row):
+        return {"a": 1.0, "b": row["most"]}
+
+    async def fails(prompt, completion, row):
+        if row["most"] == 2:
+            raise OSError("gone")
+        return 0.5
+
+    found = scored((length, named, fails, fails), SAMPLES)
+    assert [own.value for own in found[:2]] == [8 + 1 + 0 + 0.5 + 0.5, 1 + 1 + 0.5 + 0.5]
+    assert found[0].parts == {"length": 8, "named.a": 1, "named.b": 0, "fails": 0.5, "fails 2": 0.5}
+    assert list(found[1].lacks) == ["length"]
+    assert math.isnan(found[2].value) and found[2].failure == "raised OSError (gone)"  # it is not known to be none
+    assert all(math.isnan(value) for value in values((length, length), SAMPLES[1:2]))
+
+
+class Panic(BaseException):
+    """As extensions in Rust raise."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Panic("lost"), GeneratorExit("end"), asyncio.CancelledError("late")])
+@pytest.mark.parametrize("form", ["plain", "async", "batch", "async batch", "number"])
+def test_whatever_a_scorer_raises_is_a_missing_score(error, form):
+    def plain(prompt, completion, row):
+        raise error
+
+    async def later(prompt, completion, row):
+        await asyncio.sleep(0)
+        raise error
+
+    def batch(completions):
+        raise error
+
+    async def batch_later(completions):
+        await asyncio.sleep(0)
+        raise error
+
+    class Number:
+        def __float__(self):
+            raise error
+
+    def number(prompt, completion, row):
+        return Number()
+
+    forms = {"plain": plain, "async": later, "batch": batch, "async batch": batch_later, "number": number}
+    found = scored(forms[form], SAMPLES)
+    assert all(math.isnan(own.value) and type(error).__name__ in own.failure for own in found)
+
+
+@pytest.mark.parametrize("form", ["plain", "async", "batch", "async batch"])
+def test_an_interrupt_in_a_scorer_stays_an_interrupt(form):
+    def plain(prompt, completion, row):
+        raise KeyboardInterrupt
+
+    async def later(prompt, completion, row):
+        raise KeyboardInterrupt
+
+    def batch(completions):
+        raise KeyboardInterrupt
+
+    async def batch_later(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scored({"plain": plain, "async": later, "batch": batch, "async batch": batch_later}[form], SAMPLES)
+
+
+def test_a_real_interrupt_while_scorers_wait_is_no_second_try():
+    calls = []
+
+    async def waits(prompt, completion, row):
+        calls.append(row)
+        if len(calls) == len(SAMPLES):
+            os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(600)
+
+    with pytest.raises(KeyboardInterrupt):
+        scored(waits, SAMPLES)
+    assert len(calls) == len(SAMPLES)
+
+
+def test_a_message_of_an_error_is_short_and_on_one_line():
+    class UnsayableError(Exception):
+        def __str__(self):
+            raise ValueError
+
+    def says(error):
+        def scorer(prompt, completion, row):
+            raise error
+
+        return scored(scorer, SAMPLES[:1])[0].failure
+
+    long = says(ValueError("a\nb " + "x" * 9999))
+    assert long.startswith("raised ValueError (a b xxx") and len(long) < 200
+    assert says(UnsayableError()) == "raised UnsayableError"
+    assert says(ValueError()) == "raised ValueError"
 
 
 def test_named_parts_are_added_and_kept():
@@ -204,6 +357,8 @@ def test_a_call_that_hangs_or_dies_is_missing_and_the_others_are_not(file, funct
 FORKS = """
 import os, sys, time
 
+NOTE = os.path.join(os.path.dirname(__file__), "pid")
+
 def goes_on(prompt, completion, row):
     copy = os.fork()
     if copy == 0:
@@ -228,9 +383,11 @@ def leaves_one(prompt, completion, row):
         copy = os.fork()
         if copy == 0:
             os.setsid()
+            with open(NOTE, "w") as file:
+                file.write(str(os.getpid()))
             time.sleep(600)
-        with open(os.path.join(os.path.dirname(__file__), "pid"), "w") as file:
-            file.write(str(copy))
+        while not os.path.exists(NOTE) or not open(NOTE).read():
+            time.sleep(0.01)
         os._exit(5)
     return row["most"] + 10
 

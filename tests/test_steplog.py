@@ -1,9 +1,9 @@
 """The step log: what is written is read, torn tails are cut, damage is found, one process writes."""
 
 import math
+import os
+import signal
 import struct
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -154,20 +154,27 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, data, begins_well):
         read_log(path)
 
 
-def test_a_second_writer_is_refused_and_takes_over_when_the_first_is_gone(tmp_path):
+def test_a_second_writer_is_refused_and_takes_over_when_the_first_is_killed(tmp_path):
     path = tmp_path / "run" / "steps.log"
     path.parent.mkdir()
-    code = (
-        "import sys, time; from pathlib import Path; from tezo.runs.step_log import StepLog\n"
-        "log = StepLog(Path(sys.argv[1]), {'directions': 2, 'kinds': ['two-point']})\n"
-        "print('open', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "open\n"
+    reads, writes = os.pipe()
+    other = os.fork()
+    if other == 0:  # a process of its own, which opens the log and waits to be killed
+        StepLog(path, HEADER)
+        os.write(writes, b"open")
+        signal.pause()
+        os._exit(1)
+    try:
+        assert os.read(reads, 4) == b"open"
         with pytest.raises(RequestError, match=r"another process is writing .*run"):
             StepLog(path, HEADER)
-        other.kill()
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+        os.close(reads), os.close(writes)
+    assert (path.parent / ".steps.log.lock").exists(), "a process that is killed leaves the file, and not the lock"
     StepLog(path, HEADER).close()
+    assert {file.name for file in path.parent.iterdir()} == {"steps.log"}
 
 
 @pytest.mark.parametrize(

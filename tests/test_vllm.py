@@ -8,12 +8,10 @@ import json
 import os
 import random
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -23,14 +21,12 @@ import torch
 import transformers
 from folders import completion_rows, refused, tezo, train, write_rows
 from safetensors.torch import load_file
-from vllm_server import a_change, check_ends_alike, some_asked, vllm_home
+from vllm_server import a_change, check_ends_alike, some_asked, vllm_home, vllm_server
 
-import tezo as package
 from tezo.engines import load
 from tezo.engines.client import Client
 from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
-from tezo.engines.server import Server
-from tezo.engines.vllm import OWN, Vllm, is_left, uniform
+from tezo.engines.server import OWN, Server, is_left, uniform
 from tezo.forward.engine import NOTHING, EngineLostError
 from tezo.models.kinds import ModelConfig
 from tezo.models.lora import Adapter, attach_adapter
@@ -267,30 +263,6 @@ if __name__ == "__main__":
 """
 
 
-@real
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tezo-cadam", "gauss-newton"])
-def test_a_run_with_vllm_in_its_own_process_ends_where_one_in_torch_does(home, tmp_path, name):
-    made = config(home, name=name)
-    if name == "gauss-newton":  # its rank grows from round to round
-        made = replace(made.with_options(rank=16), train=replace(made.train, steps=4))
-    run_config(made, tmp_path / "torch")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    tree = to_tree(replace(made, model=ModelConfig(name=str(home / "tiny"), engine="vllm")))
-    (tmp_path / "made.json").write_text(json.dumps(tree, default=str))
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(Path(package.__file__).parents[1]),
-    }
-    done = subprocess.run(
-        [str(PYTHON), str(tmp_path / "script.py"), str(tmp_path / "made.json"), str(tmp_path / "run")],
-        env={**os.environ, **settings}, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    check_ends_alike(tmp_path / "run", tmp_path / "torch")
-
-
 def test_what_a_killed_process_left_is_removed(home, tmp_path, monkeypatch):
     monkeypatch.setenv("TEZO_ADAPTERS", str(tmp_path))
     gone = subprocess.Popen(["true"])
@@ -298,25 +270,28 @@ def test_what_a_killed_process_left_is_removed(home, tmp_path, monkeypatch):
     names = [f"{OWN}{number}-abc" for number in (gone.pid, os.getpid())] + [f"tezo-elsewhere-{gone.pid}-abc", "other"]
     for name in names:
         (tmp_path / name).mkdir()
-    engine = Unanswered(transformers.AutoModelForCausalLM.from_pretrained(home / "tiny"))
-    assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
-    assert [is_left(name) for name in names] == [True, False, False, False]
-    with pytest.raises(ZeroDivisionError):
-        engine.log_probs([{}], some_asked(random.Random(0), several=True, likely=1))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home / "tiny")
+    with vllm_server(home / "tiny") as standin:
+        engine = Unanswered(
+            Client(standin.url), transformers.AutoModelForCausalLM.from_pretrained(home / "tiny"), tokenizer
+        )
+        assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
+        assert [is_left(name) for name in names] == [True, False, False, False]
+        engine.fails = True
+        with pytest.raises(ZeroDivisionError):
+            engine.log_probs([{}], some_asked(random.Random(0), several=True, likely=1))
     assert len(engine.folders) == 1 and len(list(tmp_path.iterdir())) == 3
 
 
-class Unanswered(Vllm):
+class Unanswered(Server):
     """Fails when it is asked, and remembers the folders that it was given."""
 
-    name = "unanswered"
+    fails = False
 
     def _answers(self, prompts, folders, likely):
-        del prompts, likely
+        if not self.fails:
+            return super()._answers(prompts, folders, likely)
         self.folders = [path for path in folders if (path / "adapter_config.json").is_file()]
-        raise ZeroDivisionError
-
-    def _continued(self, *_):
         raise ZeroDivisionError
 
 
@@ -330,9 +305,8 @@ def test_a_run_folder_does_not_say_which_server_is_asked_and_a_server_may_move(h
         check_unchanged(parse_config(tree), config(home))
 
 
-def test_vllm_that_is_not_installed_is_named(home, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(RequestError, match="vllm, which is not installed"):
+def test_vllm_without_a_server_is_refused_with_the_way_out(home):
+    with pytest.raises(RequestError, match=r"runs on a server alone: .*--engine http://HOST:8000"):
         load(ModelConfig(name=str(home / "tiny"), engine="vllm"))
 
 

@@ -17,22 +17,18 @@ from tezo.system.errors import TezoError as TezoError
 
 if TYPE_CHECKING:
     from tezo.methods import METHODS as METHODS
+    from tezo.methods import Method as Method
     from tezo.methods import adam as adam
+    from tezo.methods import add_method as add_method
     from tezo.methods import es as es
-    from tezo.methods import forward_gradient as forward_gradient
     from tezo.methods import fzoo as fzoo
     from tezo.methods import gauss_newton as gauss_newton
-    from tezo.methods import grzo as grzo
     from tezo.methods import head_feedback as head_feedback
     from tezo.methods import lozo as lozo
     from tezo.methods import lozo_m as lozo_m
     from tezo.methods import mezo as mezo
     from tezo.methods import mezo_adam as mezo_adam
-    from tezo.methods import mezo_conservative as mezo_conservative
     from tezo.methods import mezo_m as mezo_m
-    from tezo.methods import mezo_norm as mezo_norm
-    from tezo.methods import mezo_sign as mezo_sign
-    from tezo.methods import sparse_mezo as sparse_mezo
     from tezo.methods import subzo as subzo
     from tezo.methods import tezo as tezo
     from tezo.methods import tezo_adam as tezo_adam
@@ -55,13 +51,13 @@ if TYPE_CHECKING:
 __version__ = version("tezo")
 
 _METHODS = (
-    "adam", "es", "forward_gradient", "fzoo", "gauss_newton", "grzo", "lozo", "head_feedback", "lozo_m", "mezo",
-    "mezo_adam", "mezo_conservative", "mezo_m", "mezo_norm", "mezo_sign", "sparse_mezo", "subzo", "tezo", "tezo_adam",
+    "adam", "es", "fzoo", "gauss_newton", "lozo", "head_feedback", "lozo_m", "mezo",
+    "mezo_adam", "mezo_m", "subzo", "tezo", "tezo_adam",
     "tezo_cadam", "tezo_m", "zo_adamu",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(("Run", "load_adapter", "open_run", "prepare", "train"), "tezo.training.api"),
-    **dict.fromkeys(("METHODS", *_METHODS), "tezo.methods"),
+    **dict.fromkeys(("METHODS", "Method", "add_method", *_METHODS), "tezo.methods"),
     "TezoSFTTrainer": "tezo.trainer.sft",
     "TezoTrainer": "tezo.trainer.trainer",
     "FirstOrderOptimizer": "tezo.optim.first_order",

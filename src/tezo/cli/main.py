@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from tezo.cli import answers, lists, runs, train
+from tezo.cli import answers, chat, lists, runs, train
 from tezo.cli.common import options
 from tezo.system.errors import RunInterrupted, TezoError, is_of_memory
 from tezo.system.files import one_line
@@ -28,8 +28,8 @@ EXTENSIONS = "tezo.commands"
 """Entry-point group of modules of other distributions whose `register(app)` adds a command."""
 
 for command in (
-    train.train, answers.evaluate, answers.predict, runs.export, runs.push, lists.methods, lists.tasks, lists.doctor,
-    runs.report, runs.replay,
+    train.train, answers.evaluate, answers.predict, chat.chat, runs.export, runs.push, runs.report, runs.replay,
+    lists.methods, lists.tasks, lists.doctor,
 ):  # fmt: skip
     app.command("eval" if command is answers.evaluate else command.__name__)(command)
 for extension in entry_points(group=EXTENSIONS):

@@ -43,13 +43,16 @@ def train(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(help="What runs the passes: torch, llama.cpp, vllm, or http://HOST:PORT of a vLLM server."),
+        typer.Option(help="What runs the passes: torch, llama.cpp, or http://HOST:PORT of a vLLM server."),
     ] = None,
     quantization: Annotated[str | None, typer.Option(help="Quantization of linear layers: nf4, int8, int8wo.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of directions, data order and sampling.")] = None,
     settings: list[str] = SetOption,
     output: Annotated[Path | None, typer.Option(help="Run folder to create.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, if there is one.")] = False,
+    accept_scorer: Annotated[
+        bool, typer.Option("--accept-scorer", help="With --resume: go on with another --reward than before.")
+    ] = False,
     report_to: Annotated[
         str | None, typer.Option(help="Trackers, with commas between: tensorboard, wandb, trackio, mlflow, ...")
     ] = None,
@@ -89,7 +92,7 @@ def train(
             from tezo.trainer.callbacks import trackers
 
             listeners.append(trackers(report_to, output.absolute()))
-        summary = run(config, output, listeners, resume=resume)
+        summary = run(config, output, listeners, resume=resume, accept_scorer=accept_scorer)
     if line is None:
         return
     if json:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from tezo.engines.llama_cpp import load_llama_cpp
 from tezo.engines.server import load_server
-from tezo.engines.vllm import load_vllm
 from tezo.engines.workers import load_in_ray
 from tezo.models.kinds import ADDRESS, ModelConfig, engine_kind
 from tezo.models.loading import LoadedModel, load_model
@@ -30,15 +29,13 @@ TORCH = "torch"
 ENGINES: dict[str, Callable[[ModelConfig], LoadedModel]] = {
     TORCH: load_torch,
     "llama.cpp": load_llama_cpp,
-    "vllm": load_vllm,
     ADDRESS: load_server,
 }
 """Value of `model.engine` -> what loads a model for it; addresses of servers begin with `ADDRESS`."""
 
 _OF_TORCH = ("kind", "dtype", "device", "quantization", "placement", "untie_head", "peft", "trust_remote_code")
 """Settings that only torch has, but for those in `_TAKES`."""
-_TAKES = {"vllm": ("dtype",)}
-"""Value of `model.engine` -> settings that it has in common with torch."""
+"""Settings that only torch has."""
 
 
 def load(config: ModelConfig) -> LoadedModel:
@@ -53,19 +50,24 @@ def load(config: ModelConfig) -> LoadedModel:
             "model.engine was the address of a server, which a run folder may not name; give it again, by --engine or "
             "--set model.engine=http://HOST:PORT, or model.engine=torch."
         )
+    if name == "vllm":
+        raise RequestError(
+            "model.engine is vllm, which runs on a server alone: start vllm serve (docs/vllm.md has the line), and "
+            "give its address, --engine http://HOST:8000."
+        )
     if name not in ENGINES:
         known = [*(known for known in ENGINES if known != ADDRESS), "http://HOST:PORT"]
         raise RequestError(f"model.engine: there is no {config.engine!r}. " + nearest(config.engine, known))
     if name != TORCH:
         for key in _OF_TORCH:
-            if key not in _TAKES.get(name, ()) and getattr(config, key) != getattr(ModelConfig, key):
+            if getattr(config, key) != getattr(ModelConfig, key):
                 raise RequestError(
                     f"model.{key} is {getattr(config, key)}, which is for torch, and model.engine is {config.engine}; "
                     "leave one of them out."
                 )
     if config.workers and name in (TORCH, ADDRESS):
         raise RequestError(
-            f"model.workers is {config.workers}, which is for llama.cpp and vllm in Ray; leave it out (torchrun shares "
+            f"model.workers is {config.workers}, which is for llama.cpp in Ray; leave it out (torchrun shares "
             "torch's passes, and addresses of several servers may stand with commas between)."
         )
     with current().phase(LOADING):

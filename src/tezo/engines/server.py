@@ -1,9 +1,17 @@
-"""A server of vLLM that the user has started, as an engine: changes are adapters that it loads while it runs."""
+"""A server of vLLM that the user has started, as an engine: changes are adapters that it loads while it runs.
+
+A text is a prompt. Log-probabilities of its tokens come with the prompt; those of other tokens at a place are asked for
+by a prompt that ends there. A change of the weights is a LoRA adapter in PEFT's format with a name that was never used
+before: what vLLM has cached of prompts under an earlier adapter is of no other change.
+"""
 
 import contextlib
 import logging
 import os
 import secrets
+import shutil
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +21,19 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
-from tezo.engines.client import Client, FailedError
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from tezo.engines.client import FOLDER, Client, FailedError
 from tezo.engines.connection import shown
-from tezo.engines.prompts import Answer, Prompt
-from tezo.engines.vllm import OWN, Vllm, is_left
+from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
 from tezo.engines.workers import Workers
-from tezo.forward.engine import Change, Continuing, EngineLostError
+from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Told
 from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
+from tezo.models.lora import Adapter, save_adapter
 from tezo.system.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -33,6 +45,19 @@ MOST_FAILURES = 2
 PROBE = "The answer, 42 times: naïve."
 """A text that tokenizers split in different ways."""
 T = TypeVar("T")
+AT_ONCE = 8
+"""Changes that are computed side by side; vLLM puts as many of them into a batch as its max_loras allows."""
+OWN = f"tezo-{socket.gethostname()}-"
+"""What names of adapters of this machine begin with, before the number of the process."""
+MOST_DIGITS = 10
+"""Digits of the largest number of a process."""
+
+
+def is_left(name: str) -> bool:
+    """Returns whether an adapter or its folder is of a process of this machine that is gone."""
+    process = name.removeprefix(OWN).partition("-")[0]
+    is_number = process.isascii() and process.isdigit() and len(process) <= MOST_DIGITS
+    return name.startswith(OWN) and is_number and not Path(f"/proc/{process}").exists()
 
 
 def load_server(config: ModelConfig) -> LoadedModel:
@@ -80,7 +105,7 @@ def again(
         wait = min(2 * wait, 10.0)
 
 
-class Server(Vllm):
+class Server(Engine):
     """A server of vLLM.
 
     Args:
@@ -90,12 +115,17 @@ class Server(Vllm):
     """
 
     name = "a vLLM server"
+    at_once = AT_ONCE
     _is_lost = False
     _saying = Lock()
 
     def __init__(self, client: Client, model: Any, tokenizer: Any) -> None:
-        super().__init__(model)
-        self._client = client
+        self._model, self._client = model, client
+        shared = os.environ.get(FOLDER) or ("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
+        self._shared = Path(shared)
+        for folder in self._shared.glob(f"{OWN}*"):  # by a process that was killed
+            if is_left(folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
         self._vocabulary = len(model.get_output_embeddings().weight)
         self._own = f"{OWN}{os.getpid()}-{secrets.token_hex(4)}"
         models = again(client.models)
@@ -104,6 +134,48 @@ class Server(Vllm):
         self._probe = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
         self._check_same(next(own.name for own in models if own.parent is None))
         self.check_changes()
+
+    def changes(self, module: str) -> bool:
+        return self._model.get_submodule(module) is not self._model.get_output_embeddings()
+
+    def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
+        prompts = prompts_of(asked)
+        if any(prompt.wanted for prompt in prompts) and asked.likely > 1:
+            raise RequestError(f"{self.name} tells the likeliest tokens at places with one right token alone.")
+        with contextlib.ExitStack() as files:
+            folders = [files.enter_context(self._folder(change)) for change in changes]
+            return [told_of(asked, prompts, answers) for answers in self._answers(prompts, folders, asked.likely)]
+
+    def generate(
+        self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
+    ) -> list[list[list[int]]]:
+        with contextlib.ExitStack() as files:
+            return self._continued(prompts, [files.enter_context(self._folder(change)) for change in changes], wanted)
+
+    def _no_change(self, rank: int = 1) -> Change:
+        return self._one_layer(rank, 0.0)
+
+    def _one_layer(self, rank: int, size: float) -> Change:
+        """Returns a change of one layer by `size` times outputs of about 1."""
+        name, layer = next(
+            (name, module)
+            for name, module in self._model.named_modules()
+            if isinstance(module, nn.Linear) and self.changes(name)
+        )
+        draw = torch.Generator().manual_seed(0)
+        a_RI, b_OR = (
+            torch.randn(shape, generator=draw) for shape in ((rank, layer.in_features), (layer.out_features, rank))
+        )
+        return {name: (a_RI / layer.in_features**0.5, size * b_OR)}
+
+    @contextmanager
+    def _folder(self, change: Change) -> Iterator[Path]:
+        """Yields a folder with a change as an adapter, which is removed at the end."""
+        with tempfile.TemporaryDirectory(prefix=f"{OWN}{os.getpid()}-", dir=self._shared) as name:
+            Path(name).chmod(0o755)  # a server may be of another user
+            # vLLM 0.32 computes prompts without an adapter under those of others in the batch
+            save_adapter(uniform(change or self._no_change()), Path(name), model=self._model, base="")
+            yield Path(name)
 
     def _check_same(self, base: str) -> None:
         def tokens() -> list[int]:
@@ -199,3 +271,13 @@ class Server(Vllm):
     def _unload(self, name: str) -> None:
         with contextlib.suppress(RequestError, EngineLostError):
             self._client.unload(name)
+
+
+def uniform(change: Change) -> Adapter:
+    """Returns a change as an adapter of one rank."""
+    rank = max(a_RI.shape[0] for a_RI, _ in change.values())
+    pairs = {}
+    for name, (a_RI, b_OR) in change.items():
+        more = rank - a_RI.shape[0]
+        pairs[name] = pad(a_RI, (0, 0, 0, more)), pad(b_OR, (0, more)).contiguous()
+    return Adapter(rank, pairs)

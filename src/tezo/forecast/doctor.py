@@ -19,10 +19,10 @@ from tezo.system.progress import FORECAST, KEPT, RHO, current
 from tezo.tasks.catalogue import task
 from tezo.tasks.examples import Row
 from tezo.tasks.setup import make_objective
-from tezo.training.choices import RunRows, resolve_rho, with_directions
+from tezo.training.choices import Choices, choose_directions, choose_rho
 from tezo.training.job import load, make_optimizer
 from tezo.training.opening import run_config
-from tezo.training.rows_of_steps import basis_passes
+from tezo.training.rows_of_steps import RunRows, basis_passes
 from tezo.training.settings import LOSS, Config
 
 PACKAGES = ("tezo", "torch", "transformers", "safetensors", "datasets", "peft", "numpy", "bitsandbytes", "torchao")
@@ -135,10 +135,11 @@ def model_scale(config: Config, loaded: LoadedModel) -> MeasuredScale:
         optimizer.set_passes(basis_passes(loaded, objective, encoded, config.train.seed))
         return optimizer
 
-    config, _ = with_directions(config.with_options(rho=AUTO), seen, build, measuring=True)
-    optimizer = build(config)
+    choices = Choices(config.with_options(rho=AUTO))
+    choices.add(choose_directions(choices.config, seen, build, measuring=True))
+    optimizer = build(choices.config)
     try:
-        found = None if optimizer.by_gradients else resolve_rho(config, optimizer, seen)[2]
+        found = None if optimizer.by_gradients else choose_rho(choices.config, optimizer, seen)[1]
     finally:
         optimizer.close()
     if found is None:

@@ -74,6 +74,7 @@ class Continuing:
         temperature: of the sampling that `noisy` does; 0: greedy.
         seeds: one for each prompt, for an engine that draws its random numbers itself.
         line_ended: (row, its tokens) -> whether a line break in their text ends them; None: it does not.
+        heard: called with each new token of a single prompt; an engine in another process calls it at the end, for all.
     """
 
     most: int
@@ -83,6 +84,7 @@ class Continuing:
     temperature: float = 0.0
     seeds: Sequence[int] = ()
     line_ended: Callable[[int, Sequence[int]], bool] | None = None
+    heard: Callable[[int], None] | None = None
 
     def is_end(self, row: int, tokens: Sequence[int]) -> bool:
         """Returns whether these tokens are all of a row's continuation."""

@@ -15,27 +15,20 @@ Deviations from the published methods that all methods share, with reasons in do
 - the default weight decay is 0.
 """
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+import sys
+from importlib.metadata import entry_points
+from typing import Any
 
 from tezo.methods.es import es as es
 from tezo.methods.first_order import adam as adam
-from tezo.methods.first_order import forward_gradient as forward_gradient
 from tezo.methods.fzoo import fzoo as fzoo
 from tezo.methods.gauss_newton import gauss_newton as gauss_newton
-from tezo.methods.grzo import grzo as grzo
 from tezo.methods.head_feedback import head_feedback as head_feedback
 from tezo.methods.lozo import lozo as lozo
 from tezo.methods.lozo import lozo_m as lozo_m
 from tezo.methods.mezo import mezo as mezo
 from tezo.methods.mezo import mezo_adam as mezo_adam
-from tezo.methods.mezo import mezo_conservative as mezo_conservative
 from tezo.methods.mezo import mezo_m as mezo_m
-from tezo.methods.mezo import mezo_norm as mezo_norm
-from tezo.methods.mezo import mezo_sign as mezo_sign
-from tezo.methods.mezo import sparse_mezo as sparse_mezo
 from tezo.methods.subspace import subzo as subzo
 from tezo.methods.subspace import zo_adamu as zo_adamu
 from tezo.methods.tezo import tezo as tezo
@@ -44,76 +37,13 @@ from tezo.methods.tezo import tezo_cadam as tezo_cadam
 from tezo.methods.tezo import tezo_m as tezo_m
 from tezo.optim.base_optimizer import BaseOptimizer as BaseOptimizer
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
+from tezo.optim.method import AUTO as AUTO
+from tezo.optim.method import FORWARD_PASSES as FORWARD_PASSES
+from tezo.optim.method import Method as Method
+from tezo.optim.method import Rate as Rate
 from tezo.optim.optimizer import ZerothOrderOptimizer
-from tezo.optim.options import options_of
 from tezo.system.errors import RequestError, nearest
-
-T = TypeVar("T", bound=BaseOptimizer, covariant=True)
-
-AUTO = "auto"
-"""The value of an option that a run chooses: of lr, a rate found by trials before the first step
-(`tezo.optim.learning_rate`); of rho, a scale that is measured (`tezo.optim.measured_scale`); of directions, those of
-each example where the rows allow it."""
-Rate = float | Literal["auto"]
-"""Type of lr and rho in a recipe; methods are built with numbers."""
-FORWARD_PASSES = "forward passes"
-
-
-@dataclass(frozen=True)
-class Method(Generic[T]):
-    """A named method.
-
-    Attributes:
-        name: name on the command line and in recipes.
-        build: function that creates its optimizer.
-        in_paper: whether the method is in the paper.
-        exports_adapter: whether a run on linear layers results in an exact LoRA adapter.
-        needs: what it takes of the model.
-        chosen: options that a run chooses for itself unless they are given; the others have their defaults.
-        takes_rows: whether its closures must give a loss or outputs for each row, not one loss.
-        takes_outputs: whether they must give the outputs of each row.
-        guarded: whether a run returns to its best state when the loss has risen, unless `train.guard` says otherwise.
-        batch_size: default of `train.batch_size`.
-        least_rows: its least value.
-        steps: default of `train.steps`; None: by the number of rows.
-        schedule: default of `train.schedule`.
-    """
-
-    name: str
-    build: Callable[..., T]
-    in_paper: bool = True
-    exports_adapter: bool = False
-    needs: str = FORWARD_PASSES
-    chosen: tuple[str, ...] = ()
-    takes_rows: bool = False
-    takes_outputs: bool = False
-    guarded: bool = False
-    batch_size: int = 16
-    least_rows: int = 1
-    steps: int | None = None
-    schedule: Literal["constant", "linear"] = "constant"
-
-    @property
-    def summary(self) -> str:
-        """First line of the docstring."""
-        return inspect.getdoc(self.build).partition("\n")[0]  # type: ignore[union-attr]
-
-    def options(self) -> dict[str, Any]:
-        """Option -> annotated type, for all options that a recipe may set."""
-        kinds = {name: kind for name, (kind, _) in options_of(self.build).items()}
-        if "directions" in kinds:
-            kinds |= {"lr": Rate, "rho": Rate, "directions": Literal["auto", "shared", "per-example"]}
-        kinds |= {name: Rate for name in self.chosen if kinds[name] is float}
-        return {name: kind for name, kind in kinds.items() if name != "seed"}
-
-    def defaults(self) -> dict[str, Any]:
-        """Option -> default of a recipe, in the order of `options`."""
-        return {name: self.default_in_python(name) for name in self.options()} | dict.fromkeys(self.chosen, AUTO)
-
-    def default_in_python(self, option: str) -> Any:
-        """Default of an option of `build`."""
-        return options_of(self.build)[option][1]
-
+from tezo.system.files import one_line
 
 ES = "es"
 """Compares the scores of a population."""
@@ -139,12 +69,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method("mezo", mezo),
         Method("mezo-m", mezo_m),
         Method("mezo-adam", mezo_adam),
-        Method("mezo-norm", mezo_norm, in_paper=False),
-        Method("mezo-sign", mezo_sign, in_paper=False),
-        Method("mezo-conservative", mezo_conservative, in_paper=False),
-        Method("sparse-mezo", sparse_mezo, in_paper=False),
         Method("fzoo", fzoo, in_paper=False),
-        Method("grzo", grzo, in_paper=False, least_rows=2),
         Method("lozo", lozo),
         Method("lozo-m", lozo_m),
         Method("subzo", subzo),
@@ -159,11 +84,31 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
 
 BASELINES: dict[str, Method[BaseOptimizer]] = {
     "adam": Method("adam", adam, needs="backpropagation"),
-    "forward-gradient": Method(
-        "forward-gradient", forward_gradient, in_paper=False, needs="derivatives by forward-mode differentiation"
-    ),
 }
 """Methods that need derivatives of the whole model."""
+
+BUILT_IN = (*METHODS, *BASELINES)
+"""Names of the methods of this package, which tables and pages list."""
+EXTENSIONS = "tezo.methods"
+"""Entry-point group of methods of other distributions: each names a `Method`, which gets a row above."""
+MOVED = ("mezo-norm", "mezo-sign", "mezo-conservative", "sparse-mezo", "grzo", "forward-gradient")
+"""Methods that were here once, and are in `examples/methods`, a distribution of their own."""
+
+
+def add_method(added: Method[Any]) -> None:
+    """Gives a method a name, by which runs, commands and Trainers know it from then on.
+
+    Args:
+        added: the method; one that needs more than forward passes is a baseline.
+
+    Raises:
+        RequestError: there is another method of this name.
+    """
+    known: dict[str, Method[BaseOptimizer]] = {**METHODS, **BASELINES}
+    if added.name in known and known[added.name] != added:
+        raise RequestError(f"method {added.name!r}: there is one of this name already; give it another name.")
+    rows: dict[str, Any] = METHODS if added.needs == FORWARD_PASSES else BASELINES
+    rows[added.name] = added
 
 
 def method(name: str) -> Method[BaseOptimizer]:
@@ -174,5 +119,17 @@ def method(name: str) -> Method[BaseOptimizer]:
     name = HEAD_FEEDBACK if name == AUTO else name
     known: dict[str, Method[BaseOptimizer]] = {**METHODS, **BASELINES}
     if name not in known:
+        if name in MOVED:
+            raise RequestError(
+                f"method.name is {name}, which has moved to examples/methods: `pip install ./examples/methods` in a "
+                "checkout of tezo adds it."
+            )
         raise RequestError(f"method.name: there is no method {name!r}. " + nearest(name, known))
     return known[name]
+
+
+for extension in entry_points(group=EXTENSIONS):
+    try:
+        add_method(extension.load())
+    except (ImportError, AttributeError) as error:  # the other methods work all the same
+        print(f"notice: the method {extension.name} cannot be loaded ({one_line(error)}).", file=sys.stderr)

@@ -4,13 +4,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from tezo.directions.perturbation import DenseGaussian
-from tezo.directions.targets import ALL, ALL_LINEAR
-from tezo.optim.estimators.forward_mode import ForwardGradient
+from tezo.directions.targets import ALL
 from tezo.optim.first_order import FirstOrderOptimizer
-from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.options import with_settings
-from tezo.optim.updates import SGD
 
 
 @with_settings
@@ -43,40 +39,6 @@ def adam(
         eps=eps,
         weight_decay=weight_decay,
         master_weights=master_weights,
-        targets=targets,
-        seed=seed,
-    )
-
-
-@with_settings
-def forward_gradient(
-    model: nn.Module,
-    *,
-    lr: float = 1e-6,
-    weight_decay: float = 0.0,
-    num_directions: int = 1,
-    targets: Sequence[str] = (ALL_LINEAR,),
-    seed: int = 0,
-) -> ZerothOrderOptimizer:
-    """Forward gradient: MeZO with the exact derivative along z, by forward-mode differentiation.
-
-        z ~ N(0, I),   W <- W - lr <grad f(W), z> z.
-
-    A baseline of Zhang et al. 2024 (Baydin et al. 2022); not in the paper. It shows what the difference of two losses
-    costs in accuracy: it has no perturbation scale. It is not memory-efficient: z of all parameters is stored during a
-    step. It needs operations with a forward-mode derivative, which fused kernels and quantised layers lack. `lr`:
-    MeZO's.
-
-    Deviations: as in `mezo`.
-    """
-    return ZerothOrderOptimizer(
-        model,
-        DenseGaussian(),
-        SGD(),
-        lr=lr,
-        estimator=ForwardGradient,
-        weight_decay=weight_decay,
-        num_directions=num_directions,
         targets=targets,
         seed=seed,
     )

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from tezo.models.gguf import ARCHITECTURES, GgufWeights, gguf_tokenizer, reading_once
 from tezo.models.identity import fingerprint
 from tezo.models.kinds import choose_kind, read_labels
-from tezo.models.loading import CLASSES, DTYPES, LoadedModel, loading, resolve_name, set_padding
+from tezo.models.loading import CLASSES, LoadedModel, loading, resolve_name, set_padding
 from tezo.models.stored import BaseFiles, files_of
 from tezo.system.errors import RequestError
 from tezo.system.progress import LOADING, current
@@ -103,24 +103,20 @@ def load_in_file(name: str) -> tuple[LoadedModel, str]:
         return _ready(name, model, tokenizer, files, notices, partial(GgufWeights, source, model)), source
 
 
-def load_folder(name: str, dtype: str = "auto") -> tuple[LoadedModel, str]:
+def load_folder(name: str) -> tuple[LoadedModel, str]:
     """Returns (a model whose weights stay in the safetensors of its folder, the folder).
-
-    `dtype` is the value of `model.dtype` that the configuration of the model gets; "auto": it keeps that of the folder.
 
     Raises:
         RequestError: it is no folder or hub name of a causal model.
     """
     source = resolve_name(name)
     if Path(source).is_file():
-        raise RequestError(f"model.engine is vllm, which reads folders with safetensors, and {name} is a GGUF file; "
-                           "give its folder, or --engine llama.cpp.")  # fmt: skip
+        raise RequestError(f"model.engine is a server of vLLM, which reads folders with safetensors, and {name} is a "
+                           "GGUF file; give the folder that it serves, or --engine llama.cpp.")  # fmt: skip
     with current().phase(LOADING), loading(name):
         if not Path(source).is_dir():
             source = snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
         files, config = files_of(source), AutoConfig.from_pretrained(source)
-        if dtype != "auto":
-            config.dtype = DTYPES[dtype]
         if choose_kind("auto", config.architectures or [], config) != "causal":
             raise RequestError(f"model.engine: {name} is no causal model, which engines run alone; leave it out.")
         model, tokenizer = _without_weights(config, source), AutoTokenizer.from_pretrained(source)

@@ -87,7 +87,7 @@ class ModelConfig:
     name: str
     """Model folder, GGUF file, hub name, embedded:smollm2-135m, or embedded:all-minilm-l6-v2."""
     engine: str = "torch"
-    """Program that runs the forward passes: torch, llama.cpp (of a GGUF file), vllm, or addresses of vLLM servers."""
+    """Program that runs the forward passes: torch, llama.cpp (of a GGUF file), or addresses of vLLM servers."""
     workers: int = 0
     """Number of Ray actors that share the passes, each with a separate engine. Default 0: only this process."""
     kind: Literal["auto", "causal", "masked", "encoder", "classifier"] = "auto"

@@ -4,7 +4,7 @@ An adapter has a model card (README.md) beside it, as the Hugging Face hub and P
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -44,6 +44,7 @@ class Tuning:
         before: metrics before training of the test rows, or of the dev rows where there are none.
         after: the same after training.
         prompt: the prompt template, in Markdown; empty if each row has its prompt.
+        remarks: sentences on the run, such as on a change of its scorer.
     """
 
     method: str
@@ -52,6 +53,7 @@ class Tuning:
     before: Mapping[str, float]
     after: Mapping[str, float]
     prompt: str = ""
+    remarks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def card_text(saved: Saved, tuning: Tuning | None) -> str:
                    for key, value in tuning.after.items() if key in tuning.before]  # fmt: skip
         head = ["| | before | after |", "|---|---:|---:|"]
         sections += ["## Metrics", f"On the {tuning.rows.get(of, 0)} {of} rows.", "\n".join([*head, *metrics])]
+        sections += [f"{text[0].upper()}{text[1:]}" for text in tuning.remarks]
         sections += ["## Prompt", tuning.prompt] if tuning.prompt else []
     return "\n\n".join([*sections, "## Loading", *_loading(saved, name)]) + "\n"
 

@@ -245,7 +245,7 @@ class BaseOptimizer(ABC):
         raise RequestError("train.parallel is directions, and this method has none; start it without torchrun.")
 
     @property
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Mapping[str, Any]:
         """Measurements of the last step and the last refresh beside losses: JSON."""
         return {}
 

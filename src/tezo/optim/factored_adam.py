@@ -1,7 +1,5 @@
 """TeZO-Adam, which applies factored moments to the whole matrix."""
 
-import functools
-import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -49,35 +47,20 @@ class AdamFactors:
 
 
 def factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, draw: torch.Generator) -> None:
-    """W -= lr * step, in place, without an M x N temporary. bfloat16 and float16 weights are rounded stochastically.
+    """W -= lr * step, in place, a few rows at a time in reused buffers.
+
+    Half-precision weights are rounded stochastically.
+    The products are computed in the dtype of the temporal coefficients, or in bfloat16 where the weight is bfloat16 and
+    the CPU has instructions for it: both moments then have relative errors of about 2^-8.
 
     Args:
         weight_MN: the weight, in any floating dtype and with any strides.
         factors: both moments, on the weight's device.
         lr: learning rate.
-        draw: generator for the rounding, on the weight's device. The GPU kernel uses only its seed.
+        draw: generator for the rounding, on the weight's device.
     """
     if weight_MN.stride(0) < weight_MN.stride(1):  # process W^T, whose rows are contiguous
         weight_MN, factors = weight_MN.T, factors.transposed
-    if weight_MN.is_cuda and weight_MN.dtype != torch.float64 and _has_triton():
-        from tezo.optim.triton_adam import triton_factored_adam_
-
-        triton_factored_adam_(weight_MN, factors, lr, draw.initial_seed())
-    else:
-        _torch_factored_adam_(weight_MN, factors, lr, draw)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _torch_factored_adam_(weight_MN: Tensor, factors: AdamFactors, lr: float, draw: torch.Generator) -> None:
-    """`factored_adam_` in plain torch: a few rows at a time, in reused buffers.
-
-    The products are computed in the dtype of the temporal coefficients, or in bfloat16 where the weight is bfloat16 and
-    the CPU has instructions for it: both moments then have relative errors of about 2^-8.
-    """
     dtype = factors.tau_m_R.dtype
     v_RN = factors.v_NR.to(dtype).T
     minus_tau_R = factors.tau_m_R * -lr

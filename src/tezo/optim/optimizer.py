@@ -305,7 +305,8 @@ class ZerothOrderOptimizer(HookedOptimizer):
             rule.update.step(parameter, gradient, moments[name], record.lr)
         self.counts[record.rule] += 1
         self.count(record)
-        self._metrics = estimate.metrics
+        found = self.basis.metrics() if self.basis.data_dependent else {}
+        self._metrics = {**estimate.metrics, **found}
 
     def _compare(self, closure: Closure, probes: Sequence[Probe]) -> None:
         """Warns, once, where the losses of a step are far above the unperturbed model's, on any rows and on these."""
@@ -388,8 +389,8 @@ class ZerothOrderOptimizer(HookedOptimizer):
             rule.estimator.share_directions(processes)
 
     @property
-    def metrics(self) -> dict[str, Any]:
-        return {**self._metrics, **self.basis.metrics()}
+    def metrics(self) -> Mapping[str, Any]:
+        return self._metrics
 
     def check_rule(self, rule: str, closure: Closure) -> None:
         self._rule(rule).estimator.check(closure)

@@ -27,7 +27,7 @@ from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.checkpoints import Checkpoint, newest, remove_checkpoints, save_checkpoint
 from tezo.runs.files import LOG as LOG
 from tezo.runs.files import MANIFEST, FactorFiles, check_manifest, write_manifest
-from tezo.runs.step_log import End, LogContents, NewTotal, Rollback, StepLog, read_log
+from tezo.runs.step_log import End, LogContents, NewTotal, Rollback, ScorerChange, StepLog, read_log
 from tezo.runs.text_logs import MetricsLog, ScoredLog
 from tezo.system.errors import RequestError
 from tezo.system.files import (
@@ -80,6 +80,7 @@ class ResumeState(LogContents):
         elapsed: seconds that the starts of the run have taken so far, as far as metrics.jsonl says.
         passes: forward passes in them.
         notices: for the user.
+        scorer_failed: whether the run ended because its scorer failed, and has not gone on since.
     """
 
     begun: bool = False
@@ -88,6 +89,7 @@ class ResumeState(LogContents):
     elapsed: float = 0.0
     passes: float = 0.0
     notices: Sequence[str] = ()
+    scorer_failed: bool = False
 
 
 class RunFolder:
@@ -162,6 +164,7 @@ class RunFolder:
             elapsed=metrics.elapsed,
             passes=metrics.passes,
             notices=notices if self._writes else (),  # one process says them
+            scorer_failed=self._scored.has_failed,
         )
 
     @property
@@ -188,6 +191,20 @@ class RunFolder:
         """Adds the scored answers of a step to scored.jsonl, before the step is in the log."""
         if self._writes:
             self._scored.add(lines)
+
+    def scored(self) -> Iterator[dict[str, Any]]:
+        """Yields the lines of scored.jsonl that belong to the steps in the log, in order; to be called after `open`."""
+        return self._scored.kept()
+
+    def append_failed(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Adds answers that could not be scored to scored.jsonl, as of the next step, where a run is open."""
+        if self._log is not None:
+            self._scored.add_failed([{"step": self._log.count + 1, **line} for line in lines])
+
+    def append_scorer(self, change: ScorerChange) -> None:
+        """Adds a change of the scorer to the log."""
+        if self._log is not None:
+            self._log.append_scorer(change)
 
     def append_metrics(self, step: int, line: Mapping[str, Any]) -> None:
         """Adds the line of a step to metrics.jsonl, if it is not there already."""

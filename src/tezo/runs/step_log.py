@@ -8,6 +8,7 @@
             answers to the first of them
     "back": JSON: a return to the parameters after an earlier step (`Rollback`)
     "file": JSON: a file beside the log, with its SHA-256
+    "scor": JSON: another scorer, from the next step on (`ScorerChange`)
     "done": JSON: the end of the run (`End`); nothing but "more" follows it
     "more": JSON: another number of steps for the run, which goes on (`NewTotal`)
 
@@ -23,16 +24,27 @@ import re
 import struct
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tezo.optim.estimators.estimate import MOST_DIRECTIONS, Probe, StepRecord
 from tezo.system.errors import RequestError
-from tezo.system.files import UntrustedError, json_text, lock, open_plain, open_to_read, storing, sync, write_all
+from tezo.system.files import (
+    UntrustedError,
+    json_text,
+    lock,
+    open_plain,
+    open_to_read,
+    storing,
+    sync,
+    unlock,
+    write_all,
+)
 from tezo.tasks.evaluation import Metrics
 
+LOG = "steps.log"
+"""Name of the log in a run folder."""
 MAGIC = b"tezolog5"
 SYNC_EVERY = 10
 """Number of steps between forced writes to disk: the most that a power cut loses. A killed process loses none."""
@@ -44,7 +56,8 @@ MOST_SEARCH = 1 << 28
 """Maximum number of bytes that are searched for a valid entry after an invalid one."""
 
 _STEP, _EVALUATION, _FILE, _ROLLBACK, _END, _TOTAL = b"step", b"eval", b"file", b"back", b"done", b"more"
-_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE, _ROLLBACK, _END, _TOTAL)))
+_SCORER = b"scor"
+_TYPE = re.compile(b"|".join((_STEP, _EVALUATION, _FILE, _ROLLBACK, _END, _TOTAL, _SCORER)))
 _LENGTH, _CRC, _PROBE = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<ddd")
 _ENTRY, _FIXED = struct.Struct("<4sI"), struct.Struct("<QddIII")
 
@@ -60,6 +73,22 @@ class Rollback:
     to: int
     lr_scale: float
     reason: str
+
+
+@dataclass(frozen=True)
+class ScorerChange:
+    """A run by a reward went on, after `step` steps, with another scorer than before.
+
+    Attributes:
+        name: of the scorer.
+        scorer: its identity, as JSON.
+        answers: logged answers that it gave the same scores again; None: it was accepted by the user.
+    """
+
+    step: int
+    name: str
+    scorer: dict[str, Any]
+    answers: int | None
 
 
 @dataclass(frozen=True)
@@ -100,6 +129,8 @@ class LogContents:
         files: name -> SHA-256, in hexadecimal.
         rollbacks: number of steps taken -> the return after them.
         totals: changes of the number of steps, in their order.
+        scorers: changes of the scorer, in their order.
+        earlier: (split, step) of the evaluations by another scorer than the last, which gave other scores.
         end: None: the run has not ended, or goes on.
     """
 
@@ -114,12 +145,20 @@ class LogContents:
     files: dict[str, str] = field(default_factory=dict)
     rollbacks: dict[int, Rollback] = field(default_factory=dict)
     totals: list[NewTotal] = field(default_factory=list)
+    scorers: list[ScorerChange] = field(default_factory=list)
+    earlier: set[tuple[str, int]] = field(default_factory=set)
     end: End | None = None
 
     @property
     def has_checksums(self) -> bool:
         """Whether each line of the files beside the log has a checksum: those of earlier versions have none."""
         return self.header.get("checksums") is True
+
+    def add_scorer(self, change: ScorerChange) -> None:
+        """Takes in a change of the scorer, after all entries so far."""
+        self.scorers.append(change)
+        if change.answers is None:
+            self.earlier.update(self.evaluations)
 
 
 def read_log(path: Path) -> LogContents:
@@ -263,6 +302,12 @@ def _add(contents: LogContents, kind: bytes, content: bytes) -> None:
             raise ValueError
         contents.totals.append(total)
         contents.end = None
+    elif kind == _SCORER:
+        count = None if entry["answers"] is None else int(entry["answers"])
+        change = ScorerChange(int(entry["step"]), str(entry["name"]), dict(entry["scorer"]), count)
+        if change.step != len(contents.steps):
+            raise ValueError
+        contents.add_scorer(change)
     else:
         end = End(int(entry["steps"]), int(entry["kept"]))
         if not 0 <= end.kept <= end.steps == len(contents.steps):
@@ -287,29 +332,34 @@ class StepLog:
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self.path = path
+        self._lock_file = path.with_name(f".{path.name}.lock")  # Windows lets nobody read a file that is locked itself
         with storing(path):
-            self._file = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            handle = lock(self._lock_file)
+        if handle is None:
+            raise RequestError(
+                f"output: another process is writing {path.parent}; wait for it, or give another --output."
+            )
+        self._lock = handle
         try:
-            self._begin(header)
-            self.contents = read_log(path)
             with storing(path):
-                os.ftruncate(self._file, self.contents.valid)
+                self._file = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            try:
+                self._begin(header)
+                self.contents = read_log(path)
+                with storing(path):
+                    os.ftruncate(self._file, self.contents.valid)
+            except BaseException:
+                os.close(self._file)
+                raise
         except BaseException:
-            os.close(self._file)
+            unlock(self._lock_file, handle)
             raise
         self.count, self._crc = len(self.contents.steps), self.contents.crc
         self._evaluated, self._rolled_back = set(self.contents.evaluations), set(self.contents.rollbacks)
         self._files = dict(self.contents.files)
 
     def _begin(self, header: dict[str, Any]) -> None:
-        """Locks the file, and writes the header of a new one, or of one whose process died while it wrote it."""
-        is_ours = False
-        with suppress(OSError):
-            is_ours = lock(self._file)
-        if not is_ours:
-            raise RequestError(
-                f"output: another process is writing {self.path.parent}; wait for it, or give another --output."
-            )
+        """Writes the header of a new file, or of one whose process died while it wrote it."""
         text = json.dumps(header, sort_keys=True).encode()
         head = MAGIC + _LENGTH.pack(len(text)) + text
         head += _CRC.pack(zlib.crc32(head))
@@ -357,6 +407,11 @@ class StepLog:
             self._append(_ROLLBACK, json_text(asdict(rollback)).encode())
             self._rolled_back.add(rollback.step)
 
+    def append_scorer(self, change: ScorerChange) -> None:
+        """Adds a change of the scorer."""
+        self._append(_SCORER, json_text(asdict(change)).encode(errors="surrogatepass"))
+        self.contents.add_scorer(change)
+
     def append_file(self, name: str, sha256: str) -> None:
         """Adds the digest of a file, if it is not there already."""
         if self._files.get(name) != sha256:
@@ -389,5 +444,6 @@ class StepLog:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Closes the file and its lock."""
+        """Closes the file, and gives its lock back."""
         os.close(self._file)
+        unlock(self._lock_file, self._lock)

@@ -15,6 +15,7 @@ from tezo.runs.step_log import LogContents
 from tezo.system.errors import RequestError
 from tezo.system.files import UntrustedError, append, json_text, open_plain, read_bytes, storing
 from tezo.tasks.evaluation import Metrics
+from tezo.tasks.rewards import FAILED
 
 MOST_LINE = 1 << 20
 """Maximum size of a line of metrics in bytes."""
@@ -179,15 +180,28 @@ class MetricsLog(LinesFile):
 class ScoredLog(LinesFile):
     """The answers that steps have scored. A resumed run goes on after the steps that its log has.
 
+    Behind them are answers that a scorer could not score, where that has ended the run.
+
+    Attributes:
+        has_failed: whether the run ended because its scorer failed, and has not gone on since.
+
     Raises:
         RequestError: a complete line is damaged, or the file is a link, or larger than it can be.
     """
 
     def __init__(self, path: Path, log: LogContents) -> None:
         super().__init__(path)
-        for _, line in self._lines(2 * MOST_SCORED, checked=log.has_checksums):
+        self.has_failed = False
+        self._checked = log.has_checksums
+        for _, line in self._lines(2 * MOST_SCORED, checked=self._checked):
             if line["step"] > len(log.steps):  # scored before its step was in the log
+                self.has_failed = FAILED in line
                 break
+
+    def kept(self) -> Iterator[dict[str, Any]]:
+        """Yields the lines of the steps that the log has, in order."""
+        data = read_bytes(self.path, 2 * MOST_SCORED) if self.size else b""
+        return read_lines(data[: self.size], checked=self._checked)
 
     def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Adds the answers of a step, where there is room for all of them."""
@@ -195,3 +209,7 @@ class ScoredLog(LinesFile):
         if data and self.size + len(data) <= MOST_SCORED:
             append(self.path, data)
             self.size += len(data)
+
+    def add_failed(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Adds answers that could not be scored; the lines have `FAILED`. A run that goes on removes them."""
+        append(self.path, b"".join(map(line_of, lines))[:MOST_SCORED])

@@ -116,8 +116,9 @@ class PerturbationWarning(UserWarning):
     """A step's losses were measured where the model is far from itself."""
 
 
-_OF_MEMORY = ("allocate memory", "failed to map segment", "out of memory", "bad_alloc")
-"""Parts of the messages of errors of other kinds that mean that memory is short, in lower case."""
+_OF_MEMORY = ("allocate memory", "failed to map segment", "out of memory", "bad_alloc", "without exception set")
+"""Parts of the messages of errors of other kinds that mean that memory is short, in lower case. The last is Python's,
+where an extension in C had no memory left for its error."""
 
 
 def is_of_memory(error: BaseException) -> bool:
@@ -127,7 +128,7 @@ def is_of_memory(error: BaseException) -> bool:
         said = str(found).lower()
         if isinstance(found, MemoryError) or getattr(found, "errno", None) == errno.ENOMEM:
             return True
-        if isinstance(found, ImportError | RuntimeError) and any(part in said for part in _OF_MEMORY):
+        if isinstance(found, ImportError | RuntimeError | SystemError) and any(part in said for part in _OF_MEMORY):
             return True
         found = found.__cause__ or found.__context__
     return False

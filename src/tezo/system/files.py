@@ -21,14 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import lock_descriptor
 from safetensors import SafetensorError
 
 from tezo.system.errors import RequestError, RunError, TezoError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _PLAIN = _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -111,8 +107,10 @@ def storing(path: Path) -> Iterator[None]:
         number = getattr(error, "errno", None) or (int(named[1]) if named else None)
         if number is None and not isinstance(error, OSError | SafetensorError):
             raise
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if number in (errno.ENOSPC, errno.EDQUOT):
             reason = "the disk is full; free some space, then start again (a run with --resume)"
+        elif number == errno.EFBIG:
+            reason = "it exceeds the limit of a file (ulimit -f); raise that, then start again (a run with --resume)"
         elif number in (errno.ENOENT, errno.ENOTDIR):
             reason = "its folder is gone; restore it, then start again (a run with --resume)"
         else:
@@ -202,9 +200,9 @@ def new_folder(path: Path) -> Iterator[Path]:
                 remove(old)
                 if os.path.lexists(path):
                     os.replace(path, old)  # noqa: PTH105
-                os.replace(beside, path)  # noqa: PTH105
-                remove(old)
-                sync(path.parent)
+            os.replace(beside, path)  # noqa: PTH105
+            remove(old)
+            sync(path.parent)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
 
@@ -237,46 +235,64 @@ def _beside(path: Path) -> Path:
 
 def _is_leftover(path: Path) -> bool:
     """Whether nothing is there, or only an unfinished file of a dead process."""
-    if path.is_symlink() or not path.name.endswith(".partial") or not path.name.startswith("."):
+    if path.is_symlink() or not path.name.startswith("."):
         return False
     if not path.is_dir():
-        return True
+        return path.name.endswith((".partial", ".lock"))
+    if not path.name.endswith(".partial"):
+        return False
     with storing(path), _locked(path) as was_free:
         return was_free
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Locks a folder while open, and yields whether no other process had; a process that ends gives its locks back."""
-    if fcntl is None:
-        yield True
-        return
-    handle = os.open(folder, os.O_RDONLY)
+    """Locks a folder while open, and yields whether no other process had; on a file system without locks none has."""
+    handle, was_free, file = None, True, folder / ".lock"
+    with suppress(OSError):
+        handle = lock(file)
+        was_free = handle is not None
     try:
-        was_free = True
-        with suppress(OSError):  # on a file system without locks, no folder is locked
-            was_free = lock(handle)
         yield was_free
     finally:
-        os.close(handle)
+        if handle is not None:
+            unlock(file, handle)
 
 
-def lock(handle: int) -> bool:
-    """Locks an open file or folder for this process; False if another one has it, OSError without locks at all."""
-    if fcntl is None:
-        return True
+def lock(file: Path) -> int | None:
+    """Locks a file, which is made, for this process; a process that ends gives its locks back.
+
+    Returns its handle, for `unlock`; None if another process has the lock.
+
+    Raises:
+        OSError: the file system has no locks.
+        UntrustedError: a link is in the way.
+    """
+    handle = open_plain(file, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        # a file that was removed since it was opened locks nothing
+        if lock_descriptor(handle, blocking=False) and os.fstat(handle).st_nlink:
+            return handle
+    except BaseException:
+        os.close(handle)
+        raise
+    os.close(handle)
+    return None
+
+
+def unlock(file: Path, handle: int) -> None:
+    """Gives the lock of `lock` back."""
+    with suppress(OSError):  # Windows removes no open file
+        file.unlink()
+    os.close(handle)
 
 
 def sync(path: Path) -> None:
     """Forces a file, or the entries of a folder, to disk; Windows has neither handles of folders nor need of them."""
-    if fcntl is None and path.is_dir():
+    try:
+        handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows syncs what may be written
+    except PermissionError:
         return
-    handle = os.open(path, os.O_RDONLY if fcntl is not None else os.O_RDWR)  # Windows syncs only files open for writing
     try:
         os.fsync(handle)
     finally:

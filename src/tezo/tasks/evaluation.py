@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -233,9 +233,17 @@ def _measured(measures: Sequence[Measure], answers: Sequence[str], encoded: Sequ
 
 @torch.no_grad()
 def predict(
-    model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, max_new_tokens: int
+    model: Any,
+    objective: Objective,
+    encoded: Sequence[Encoded],
+    batch_size: int,
+    max_new_tokens: int,
+    heard: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Returns the answer to each example: the name of the best option, or for free text the greedy continuation."""
+    """Returns the answer to each example: the name of the best option, or for free text the greedy continuation.
+
+    `heard` is called with each new piece of a continuation, of one example.
+    """
     objective.adapt(model, encoded)
     with objective.evaluator.sharing(model), float32_on_emulating_cpu(model), current().phase(WRITING):
         if encoded[0].example.options:
@@ -244,7 +252,7 @@ def predict(
             return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
         # a token is found among scores of any kind, NaN too
         with model.register_forward_hook(lambda *found: _check_scores(found[-1].logits[:, -1].amax(-1), model)):
-            return completions(model, objective, encoded, batch_size, max_new_tokens)
+            return completions(model, objective, encoded, batch_size, max_new_tokens, heard=heard)
 
 
 def _check_scores(highest: Tensor, model: Any) -> None:

@@ -146,6 +146,7 @@ class Example:
         ends: whether the token that ends an answer is learnt as part of it.
         whole: whether the answer is a whole text without a prompt; all of its tokens after the first are learnt.
         fields: the fields of the row, for a reward; otherwise empty.
+        messages: of the prompt, where the row is a conversation; otherwise empty.
         note: text of a notice on the row; "" if there is none.
     """
 
@@ -163,6 +164,7 @@ class Example:
     ends: bool = True
     whole: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     note: str = ""
 
     def __post_init__(self) -> None:

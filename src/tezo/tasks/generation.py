@@ -1,6 +1,6 @@
 """Completions of prompts, greedy or sampled."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -66,10 +66,38 @@ def completions(
     batch_size: int,
     max_new_tokens: int,
     sampling: Sampling | None = None,
+    heard: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Returns the completion of each prompt, in order, up to its end; see `continuations` and `texts_of`."""
-    (tokens,) = continuations(model, objective, encoded, batch_size, max_new_tokens, sampling, 1)
+    """Returns the completion of each prompt, in order, up to its end; see `continuations` and `texts_of`.
+
+    `heard` is called with each new piece of the completion of a single prompt.
+    """
+    listening = None if heard is None else _Pieces(objective, encoded[0], heard).add
+    (tokens,) = continuations(model, objective, encoded, batch_size, max_new_tokens, sampling, 1, listening)
     return texts_of(objective, encoded, tokens)
+
+
+class _Pieces:
+    """The text of tokens that come one after another, in pieces that are whole characters."""
+
+    def __init__(self, objective: Objective, encoded: Encoded, heard: Callable[[str], None]) -> None:
+        assert isinstance(objective, CausalObjective)
+        self._ends, self._tokenizer = objective.ends.marks, objective.tokenizer
+        self._encoded, self._heard = encoded, heard
+        self._tokens: list[int] = []
+        self._text = ""
+
+    def add(self, token: int) -> None:
+        """Takes in the next token."""
+        if token in self._ends:
+            return
+        self._tokens.append(token)
+        text = text_after(self._tokenizer, self._encoded.prompt, self._tokens, special=False)
+        if not self._encoded.example.ends:
+            text = text.partition("\n")[0]
+        if text.startswith(self._text) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._heard(text[len(self._text) :])
+            self._text = text
 
 
 def continuations(
@@ -80,11 +108,12 @@ def continuations(
     max_new_tokens: int,
     sampling: Sampling | None,
     copies: int,
+    heard: Callable[[int], None] | None = None,
 ) -> list[list[list[int]]]:
     """Returns the tokens that each of `copies` models, which hooks may perturb differently, writes after each prompt.
 
     The last of them ends a completion, unless it was cut at `max_new_tokens`. Without `sampling` they are
-    greedy; with it, all models have the same random numbers.
+    greedy; with it, all models have the same random numbers. `heard` is called with each token of a single prompt.
     """
     assert isinstance(objective, CausalObjective)
     found: list[list[list[int]]] = [[[]] * len(encoded) for _ in range(copies)]
@@ -96,7 +125,7 @@ def continuations(
         for i in part:
             groups.setdefault(0 if pads else len(encoded[i].prompt), []).append(i)
         for alike in groups.values():
-            wanted = Continuing(max_new_tokens, sorted(ends), not encoded[alike[0]].example.ends)
+            wanted = Continuing(max_new_tokens, sorted(ends), not encoded[alike[0]].example.ends, heard=heard)
             if sampling is not None:
                 wanted = sampling.of(wanted, alike)
             prompts = [encoded[i].prompt for i in alike]

@@ -1,8 +1,9 @@
 """Rewards: any function that scores a completion, as what a run maximises."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from shlex import quote
 from typing import Any
 
 import torch
@@ -17,14 +18,36 @@ from tezo.tasks.generation import Sampling, continuations, texts_of
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rows import Format
 from tezo.tasks.scorer_identity import Identity
-from tezo.tasks.scoring import MISSING_SCORES, REWARD, Sample, Score, Scored, check_form, scored, takes_batch
+from tezo.tasks.scores import Scored
+from tezo.tasks.scoring import MISSING_SCORES, REWARD, Sample, Score, check_form, scored, takes_batch
 from tezo.tasks.scoring_processes import Processes
 
 MOST_WRITING = 128
 """Completions that are written side by side in torch, at most: those of several models to the same prompts."""
 
+FAILED = "failed"
+"""The key of an answer whose scorer failed, and ended the run: the reason."""
+MISSING, LACKING = "missing", "lacking"
+GAPS = {
+    MISSING: "scores are missing, and left out of the means",
+    LACKING: "parts of scores are missing, and left out of the sums",
+}
+"""Kind of what is missing -> in words."""
+
 EVALUATION = -1
 """The step whose random numbers evaluations sample with, always the same."""
+
+
+class ScorerError(RequestError):
+    """A scorer gave no score for any of several answers, which ends a run.
+
+    Attributes:
+        lines: JSON for each answer, with `FAILED`, the reason.
+    """
+
+    def __init__(self, message: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(message)
+        self.lines = lines
 
 
 @dataclass(frozen=True)
@@ -38,7 +61,7 @@ class Reward:
         max_new_tokens: maximum length of a completion in tokens.
         temperature: of sampling with `seed`; 0: greedy.
         processes: where it is called; None: in this process.
-        missing: why the first score that was missing was so; empty: none was.
+        gaps: what is missing of scores: a sentence for each kind, of the first that was so; see `GAPS`.
     """
 
     score: Score
@@ -49,7 +72,7 @@ class Reward:
     seed: int
     processes: Processes | None = None
     in_file: bool = False
-    missing: list[str] = field(default_factory=list)
+    gaps: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_form(self.score, self.name)
@@ -86,6 +109,13 @@ class Reward:
             (tokens,) = continuations(model, objective, encoded, batch_size, self.max_new_tokens, sampling, 1)
         return tokens
 
+    def scores(self, samples: Sequence[Sample]) -> list[Scored]:
+        """Returns the score of each sample, missing ones among them, where the scorer is called."""
+        if self.processes is None:
+            return scored(self.score, samples)
+        assert not isinstance(self.score, tuple)  # objects have no processes
+        return self.processes.scored(samples, batch=takes_batch(self.score))
+
     def scored(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int, copies: int
     ) -> list[tuple[list[str], list[Scored]]]:
@@ -97,27 +127,39 @@ class Reward:
         sampling, longest = self.sampling(step), self.max_new_tokens
         every = continuations(model, objective, encoded, batch_size, longest, sampling, copies)
         samples = [
-            Sample(e.example.prompt, text.strip(), dict(e.example.fields), e.example.where)
+            sample_of(e, text.strip())
             for written in every
             for e, text in zip(encoded, texts_of(objective, encoded, written), strict=True)
         ]
-        if self.processes is None:
-            found = scored(self.score, samples)
-        else:
-            found = self.processes.scored(samples, batch=takes_batch(self.score))
+        found = self.scores(samples)
         failures = [(own.failure, s.where) for own, s in zip(found, samples, strict=True) if own.failure is not None]
         if len(failures) == len(found):
             why, where = failures[0]
-            raise RequestError(
+            way = f"--resume --reward {quote(self.name)}" if self.in_file else "reward=... and resume=True"
+            lines = [
+                {"row": s.where, "completion": s.completion, "score": None, FAILED: own.failure}
+                for own, s in zip(found, samples, strict=True)
+            ]
+            raise ScorerError(
                 f"train.reward: {self.name} gave none of {len(found)} scores; for {where} it {why}. Mend it; a run "
-                "that has begun goes on with --resume."
+                f"that has begun goes on with {way}.",
+                lines,
             )
-        if failures and not self.missing:
-            self.missing.append(f"{self.name} {failures[0][0]} for {failures[0][1]}")
+        if failures:
+            self.gaps.setdefault(MISSING, f"{self.name} {failures[0][0]} for {failures[0][1]}")
+        lacks = [(", ".join(own.lacks), s.where) for own, s in zip(found, samples, strict=True) if own.lacks]
+        if lacks:
+            self.gaps.setdefault(LACKING, f"{self.name} gave no {lacks[0][0]} for {lacks[0][1]}")
         size = len(encoded)
         return [
             ([s.completion for s in samples[i : i + size]], found[i : i + size]) for i in range(0, len(found), size)
         ]
+
+
+def sample_of(encoded: Encoded, completion: str) -> Sample:
+    """Returns a completion of the prompt of an example of `prompt_of`, to be scored."""
+    example = encoded.example
+    return Sample(example.prompt, completion, dict(example.fields), example.where, example.messages)
 
 
 class RewardRows(RowLosses):

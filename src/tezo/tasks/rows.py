@@ -352,7 +352,7 @@ def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict
         )
     prompt += header
     if answer is None:
-        return Example(prompt, "", (), None, row.where, chat=True, note=note)
+        return Example(prompt, "", (), None, row.where, chat=True, messages=tuple(messages), note=note)
     text, whole = answer["content"] or "", _rendered(render, row, [*messages, answer], tools, whole=True)
     if end is None:
         end = _written(render, ("user",))[2]
@@ -377,7 +377,7 @@ def _chat_example(render: RenderChat, row: Row, messages: Messages, answer: dict
             "the model's chat template opens this answer otherwise than its prompts end, so the content alone is learnt"
         )
         note = "; ".join(filter(None, (note, alone)))
-    return Example(prompt, text, (), None, row.where, chat=True, note=note)
+    return Example(prompt, text, (), None, row.where, chat=True, messages=tuple(messages), note=note)
 
 
 @lru_cache(maxsize=128)

@@ -88,9 +88,10 @@ def _differing(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
     return [name for name in {**left, **right} if left.get(name) != right.get(name)]
 
 
-def identity_of_file(path: Path) -> Identity:
-    """Returns the identity of the scorers in a Python file that has been imported: its source, without comments."""
-    return Identity({"its file": _source_digest(path), **dict(_modules_of(path, ""))}, {})
+def identity_of_file(path: Path, function: str) -> Identity:
+    """Returns the identity of a function in a Python file that has been imported: its source, without comments."""
+    own = {"its function": _digest(function), "its file": _source_digest(path)}
+    return Identity({**own, **dict(_modules_of(path, ""))}, {})
 
 
 def identity_of(scorer: Any) -> Identity:

@@ -4,10 +4,12 @@ import importlib.util
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from tezo.system.errors import RequestError
 from tezo.tasks.scorer_identity import Identity, identity_of, identity_of_file
-from tezo.tasks.scoring import FAULTS, Score
+from tezo.tasks.scores import raised, shown
+from tezo.tasks.scoring import Score, function_names
 
 
 def load_score(text: str) -> tuple[Score, Identity]:
@@ -30,16 +32,38 @@ def load_score(text: str) -> tuple[Score, Identity]:
     try:
         with redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
-    except FAULTS as error:
-        raise RequestError(f"train.reward: {path} cannot be run ({type(error).__name__}: {error}); mend it.") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise RequestError(f"train.reward: {path} cannot be run (it {raised(error).failure}); mend it.") from error
     score = getattr(module, name, None)
     if not callable(score):
         raise RequestError(f"train.reward: {path} has no function {name!r}; define it there.")
-    return score, identity_of_file(path)
+    return score, identity_of_file(path, name)
+
+
+def as_scorer(given: Any) -> Score | str | None:
+    """Returns what a caller gave as a reward: a function, a tuple of several, FILE.py:FUNCTION, or None.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if given is None or isinstance(given, str) or callable(given):
+        scorer: Score | str | None = given
+        return scorer
+    ways = "give a function, a list of functions, whose scores are added, or FILE.py:FUNCTION"
+    if not isinstance(given, list | tuple) or not given:
+        raise RequestError(f"reward is {shown(given)}; {ways}.")
+    for own in given:
+        if not callable(own):
+            raise RequestError(f"reward has {shown(own)} in a list; {ways}.")
+    return tuple(given) if len(given) > 1 else as_scorer(given[0])
 
 
 def name_of(score: Score) -> str:
-    """Returns the qualified name of a scorer that is an object."""
+    """Returns the qualified name of a scorer that is an object; of several their names."""
+    if isinstance(score, tuple):
+        return " + ".join(function_names(score))
     named = score if hasattr(score, "__qualname__") else type(score)
     return f"{named.__module__}.{named.__qualname__}"
 

@@ -1,12 +1,10 @@
-"""Scorers: functions of several forms, and what a call of one gives, with second tries where it fails.
+"""Scorers: functions of several forms, which are called in this process, with second tries where a call fails.
 
-A score that cannot be had is missing, NaN, and never zero: a member of a population is not worse for a judge's failure.
 Nothing here imports torch, so that a process that scores starts at once.
 """
 
 import asyncio
 import inspect
-import math
 import os
 import sys
 import traceback
@@ -18,6 +16,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from tezo.system.errors import RequestError
+from tezo.tasks.scores import Scored, missing, raised, score_of, shown
 
 T = TypeVar("T")
 
@@ -25,16 +24,10 @@ REWARD = "reward"
 """The metric, and the objective, that a scorer defines."""
 MISSING_SCORES = "missing_scores"
 """The metric that tells the share of answers without a score; left out where there is none."""
-Score = Callable[..., Any]
-"""A scorer, of one of the forms that `scored` calls; higher is better."""
-FAULTS = (Exception, SystemExit, asyncio.CancelledError)
-"""What a scorer may raise without an end of the run: code that ends its own process is at fault, as any other is, and
-clients cancel what they wait for too long."""
+Score = Callable[..., Any] | tuple[Callable[..., Any], ...]
+"""A scorer, of one of the forms that `scored` calls; higher is better. The scores of several are added."""
 TRIES = 3
 """Calls for one score, at most."""
-MISSING = math.nan
-LARGEST = 1e15
-"""The largest magnitude of a score, or of a part of one: its squares can be added up, and a report reads it."""
 
 
 @dataclass(frozen=True)
@@ -46,35 +39,22 @@ class Sample:
         completion: what the model wrote, without spaces around it.
         fields: of the row.
         where: name of the row, for messages.
+        messages: of the prompt, where the row is a conversation.
     """
 
     prompt: str
     completion: str
     fields: Mapping[str, Any]
     where: str
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
-@dataclass(frozen=True)
-class Scored:
-    """A score.
-
-    Attributes:
-        value: the sum of its parts; NaN where it is missing.
-        parts: by name; empty where the function returns a number.
-        failure: why it is missing.
-    """
-
-    value: float
-    parts: Mapping[str, float]
-    failure: str | None = None
-
-
-def takes_batch(function: Score) -> bool:
+def takes_batch(function: Callable[..., Any]) -> bool:
     """Returns whether a function scores all completions of a batch at once, as reward functions of TRL do."""
     return "completions" in _names(function)
 
 
-def _names(function: Score) -> list[str]:
+def _names(function: Callable[..., Any]) -> list[str]:
     """Returns the names of its parameters but for *args and **kwargs."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -87,19 +67,21 @@ OF_OTHER_FORMS = ("prompt", "prompts", "completion")
 """Names that a function's only parameter cannot have: it would get what they do not say."""
 
 
-def check_form(function: Score, name: str) -> None:
-    """Raises a `RequestError` where a function cannot be called in one of the forms."""
-    if takes_batch(function):
-        return
-    names = _names(function)
-    if (len(names) == 1 and names[0] in OF_OTHER_FORMS) or not _takes(function, 1 if len(names) == 1 else 3):
-        raise RequestError(
-            f"train.reward: {name} takes ({', '.join(names)}); write f(prompt, completion, row), f(sample) of one "
-            "dictionary of these, or f(completions, **columns) of a whole batch."
-        )
+def check_form(scorer: Score, name: str) -> None:
+    """Raises a `RequestError` where a scorer called `name` cannot be called in one of the forms."""
+    for function in scorer if isinstance(scorer, tuple) else (scorer,):
+        names = [] if takes_batch(function) else _names(function)
+        one = len(names) == 1
+        if not takes_batch(function) and (
+            (one and names[0] in OF_OTHER_FORMS) or not _takes(function, 1 if one else 3)
+        ):
+            raise RequestError(
+                f"train.reward: {name} takes ({', '.join(names)}); write f(prompt, completion, row), f(sample) of one "
+                "dictionary of these, or f(completions, **columns) of a whole batch."
+            )
 
 
-def _takes(function: Score, count: int) -> bool:
+def _takes(function: Callable[..., Any], count: int) -> bool:
     """Returns whether a function can be called with so many arguments."""
     try:
         inspect.signature(function).bind(*[None] * count)
@@ -110,7 +92,7 @@ def _takes(function: Score, count: int) -> bool:
     return True
 
 
-def arguments(function: Score, sample: Sample) -> tuple[Any, ...]:
+def arguments(function: Callable[..., Any], sample: Sample) -> tuple[Any, ...]:
     """Returns what a function of one sample is called with: (prompt, completion, fields), or a dictionary of them."""
     if len(_names(function)) == 1:
         return ({**sample.fields, "prompt": sample.prompt, "completion": sample.completion},)
@@ -118,10 +100,15 @@ def arguments(function: Score, sample: Sample) -> tuple[Any, ...]:
 
 
 def columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Returns the arguments of a function of a batch: prompts, completions, and every field of the rows as a list."""
+    """Returns the arguments of a function of a batch: prompts, completions, and every field of the rows as a list.
+
+    Those of a conversation are messages, as TRL has them.
+    """
     names = dict.fromkeys(name for sample in samples for name in sample.fields)
     found = {name: [sample.fields.get(name) for sample in samples] for name in names}
-    return found | {"prompts": [s.prompt for s in samples], "completions": [s.completion for s in samples]}
+    prompts = [[dict(own) for own in s.messages] if s.messages else s.prompt for s in samples]
+    answers = [[{"role": "assistant", "content": s.completion}] if s.messages else s.completion for s in samples]
+    return found | {"prompts": prompts, "completions": answers}
 
 
 @contextmanager
@@ -152,45 +139,94 @@ def _end_copy(error: BaseException) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-def scored(function: Score, samples: Sequence[Sample]) -> list[Scored]:
+def scored(scorer: Score, samples: Sequence[Sample]) -> list[Scored]:
     """Returns the score of each sample, by this process. A call that fails is made up to `TRIES` times.
 
-    What the function prints goes to standard error: a command's answer alone goes to standard output.
+    The values of several functions are parts of a score, by their names. Where one of them fails, the sum is not known,
+    and the score is missing; where one returns None, its part is.
+
+    What a function prints goes to standard error: a command's answer alone goes to standard output.
     """
     with redirect_stdout(sys.stderr):
-        return _scored(function, samples)
+        if isinstance(scorer, tuple):
+            values = _together(function_names(scorer), [_values(function, samples) for function in scorer])
+        else:
+            values = _values(scorer, samples)
+        return [value if isinstance(value, Scored) else score_of(value) for value in values]
 
 
-def _scored(function: Score, samples: Sequence[Sample]) -> list[Scored]:
+def function_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
+    """Returns names of functions, all different."""
+    found: list[str] = []
+    for function in functions:
+        inner = function.func if isinstance(function, partial) else function
+        name = getattr(inner, "__name__", type(inner).__name__)
+        count = sum(own == name or own.startswith(f"{name} ") for own in found)
+        found.append(f"{name} {count + 1}" if count else name)
+    return found
+
+
+def _together(names: Sequence[str], found: Sequence[Sequence[Any]]) -> list[Any]:
+    """Returns a mapping of named parts for each sample, of the values that each function gives; or a failure."""
+    together: list[Any] = []
+    for values in zip(*found, strict=True):
+        failed = next((value for value in values if isinstance(value, Scored)), None)
+        parts: dict[str, Any] = {}
+        for name, value in zip(names, values, strict=True):
+            inside = value if isinstance(value, Mapping) else {"": value}
+            parts |= {f"{name}.{part}" if part else name: own for part, own in inside.items()}
+        together.append(parts if failed is None else failed)
+    return together
+
+
+def _values(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Any]:
+    """Returns what a function gives for each sample; a `Scored` where a call fails."""
     if takes_batch(function):
         given, parameters = columns(samples), _names(function)
         taken = {key: value for key, value in given.items() if key in parameters or _takes_any(function)}
-        values = _tried(lambda: _done(function(**taken)))
+        values = _tried(lambda: _listed(_done(function(**taken))))
         if isinstance(values, Scored):
             return [values] * len(samples)
         if not isinstance(values, Sequence) or len(values) != len(samples):
-            return [missing(f"returned {_shown(values)}, not a list of {len(samples)} scores")] * len(samples)
-        return [_of(value) for value in values]
+            return [missing(f"returned {shown(values)}, not a list of {len(samples)} scores")] * len(samples)
+        return list(values)
     found = [_tried(partial(function, *arguments(function, sample))) for sample in samples]
-    if any(inspect.isawaitable(value) for value in found):
-        found = _run(_all(function, samples, found))
-    return [value if isinstance(value, Scored) else _of(value) for value in found]
+    if not any(inspect.isawaitable(value) for value in found):
+        return found
+    try:
+        return _run(_all(function, samples, found))
+    finally:
+        for value in found:
+            if inspect.iscoroutine(value):  # which an interrupt has left
+                value.close()
 
 
-def _takes_any(function: Score) -> bool:
+def _listed(values: Any) -> Any:
+    """Returns the values of an array or tensor as a list; other values as they are."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _takes_any(function: Callable[..., Any]) -> bool:
     kinds = [p.kind for p in inspect.signature(function).parameters.values()]
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-async def _all(function: Score, samples: Sequence[Sample], begun: Sequence[Any]) -> list[Any]:
+async def _all(function: Callable[..., Any], samples: Sequence[Sample], begun: Sequence[Any]) -> list[Any]:
     async def one(sample: Sample, first: Any) -> Any:
         for attempt in range(TRIES):
             try:
                 with _ending_copies():
                     value: Any = function(*arguments(function, sample)) if attempt else first
                     return await value if inspect.isawaitable(value) else value
-            except FAULTS as error:
-                failure = missing(f"raised {type(error).__name__} ({error})")
+            except KeyboardInterrupt:
+                raise
+            except GeneratorExit as error:  # which this coroutine may be asked to end by
+                return raised(error)
+            except BaseException as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # not by the scorer: the loop ends
+                    raise
+                failure = raised(error)
         return failure
 
     return list(await asyncio.gather(*(one(*pair) for pair in zip(samples, begun, strict=True))))
@@ -216,42 +252,17 @@ def _done(value: Any) -> Any:
 
 
 def _tried(call: Callable[[], Any]) -> Any:
-    """Returns what a call returns, or a `Scored` that says how the last of its tries failed."""
+    """Returns what a call returns, or a `Scored` that says how the last of its tries failed.
+
+    Code that would end this process is at fault as any other is, and so are exceptions beside `Exception`, as of
+    extensions in Rust.
+    """
     for _ in range(TRIES):
         try:
             with _ending_copies():
                 return call()
-        except FAULTS as error:
-            failure = missing(f"raised {type(error).__name__} ({error})")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            failure = raised(error)
     return failure
-
-
-def missing(why: str) -> Scored:
-    """Returns a score that could not be had, for this reason."""
-    return Scored(MISSING, {}, why)
-
-
-def _of(value: Any) -> Scored:
-    """Returns the score that a function's value is: a number, named parts, or None where it has none."""
-    if value is None:
-        return missing("returned None")
-    try:
-        parts = {str(name): float(part) for name, part in value.items()} if isinstance(value, Mapping) else {}
-        total = float(value) if not isinstance(value, Mapping) else sum(parts.values()) if parts else MISSING
-    except Exception as error:  # of a class of the user's
-        return missing(f"returned {_shown(value)}, which is no number ({type(error).__name__})")
-    if all(abs(number) <= LARGEST for number in (total, *parts.values())):  # NaN is not
-        return Scored(total, parts)
-    return missing(f"returned {_shown(value)}, no finite number from -{LARGEST:g} to {LARGEST:g}")
-
-
-MOST_SHOWN = 80
-"""Characters of a value in a message."""
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # of an integer with thousands of digits, among others
-        return f"an object of type {type(value).__name__}"
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from tezo.system.files import write_all
 from tezo.tasks.scorers import load_score
-from tezo.tasks.scoring import Sample, Scored, missing, scored
+from tezo.tasks.scores import Scored, missing
+from tezo.tasks.scoring import Sample, scored
 
 
 class Processes:

@@ -9,11 +9,11 @@ from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
 from tezo.tasks.catalogue import task
 from tezo.tasks.examples import Row
-from tezo.tasks.formats import choose_format, shape_of
+from tezo.tasks.formats import LabelFormat, choose_format, shape_of
 from tezo.tasks.objectives import objective_for
 from tezo.tasks.objectives.objective import Objective
 from tezo.tasks.row_files import DataConfig
-from tezo.tasks.rows import Format, Messages
+from tezo.tasks.rows import INSTRUCTION, Format, Messages
 from tezo.tasks.splits import training_rows
 from tezo.tasks.wordings import Demonstrated
 
@@ -35,6 +35,33 @@ def make_format(data: DataConfig, loaded: LoadedModel, rows: Sequence[Row]) -> F
             template = data.template or carried.template
             data = replace(data, shape="label", label_words=dict(carried.label_words), template=template)
     return choose_format(rows, loaded.kind, data, partial(render_chat, loaded.tokenizer), loaded.classes)
+
+
+def row_of_prompt(data: DataConfig, loaded: LoadedModel, prompt: str) -> Row:
+    """Returns a row without an answer, in the shape of a run's rows, that asks a prompt.
+
+    A base model whose rows are not known is asked by its chat template, or where it has none with the prompt as it is.
+
+    Raises:
+        RequestError: the rows of the run have more than one field beside the answer.
+    """
+    shape: str = data.shape
+    if shape == "auto" and data.task is None:
+        has_labels = loaded.labels is not None or data.label_words is not None
+        shape = "label" if has_labels else "messages" if loaded.tokenizer.chat_template is not None else "completion"
+    values: dict[str, tuple[str, Any]] = {
+        "label": (data.text, prompt),
+        "text": (data.text, prompt),
+        "completion": (data.prompt, prompt),
+        "instruction": (INSTRUCTION, prompt),
+        "messages": (data.messages, [{"role": "user", "content": prompt}]),
+    }
+    row = Row(dict([values.get(shape, values["text"])]), "the prompt")
+    form = make_format(data, loaded, [row])
+    if form.shape == "task" or (isinstance(form, LabelFormat) and form.columns != (data.text, form.label)):
+        fields = ", ".join(name for name in form.columns if name not in form.answers) or "those of the task"
+        raise RequestError(f"a row of this run has the fields {fields}; answer rows with them by `tezo predict`.")
+    return row
 
 
 def with_shots(form: Format, data: DataConfig, loaded: LoadedModel, shots: int, seed: int) -> Format:

@@ -11,8 +11,7 @@ from tezo.directions.random import permutation
 from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.labelled_tensors import NOT_COUNTED
-from tezo.training.choices import HELD_OUT_ROWS, Rows
-from tezo.training.rows_of_steps import BatchSampler
+from tezo.training.rows_of_steps import HELD_OUT_ROWS, BatchSampler, Rows
 
 CLOSE = 1e-4
 """Largest difference of two sums of the same losses, as a part of their size: rounding."""

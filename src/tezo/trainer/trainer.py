@@ -36,7 +36,7 @@ from tezo.trainer.method import (
     forward_only,
 )
 from tezo.trainer.state import config_of, read_state, restore, save_state
-from tezo.training.choices import resolve
+from tezo.training.choices import Choices, resolve
 from tezo.training.job import build_method, parse_method
 from tezo.training.rows_of_steps import BASIS_ROWS, planned
 from tezo.training.settings import Config
@@ -150,7 +150,7 @@ class ForwardPassTrainer(Trainer):  # type: ignore[misc]
                 )
             other = self.eval_dataset if _is_indexed(self.eval_dataset) else None
             rows = TrainerRows(self._loss_of_rows, self.train_dataset, other, size, self.args.seed, shared=given)
-        found = resolve(replace(self._settings, train=train), rows, self._built)
+        found = resolve(Choices(replace(self._settings, train=train)), rows, self._built)
         self._settings = found.config
         for notice in found.notices:
             logger.warning(notice)

@@ -23,13 +23,15 @@ from tezo.runs.replayed import is_replayed
 from tezo.system.errors import RequestError, RunError, RunInterrupted, resume_words
 from tezo.system.progress import quieted, showing
 from tezo.system.values import coerce, path_of, takes
+from tezo.tasks.scorers import as_scorer
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Rows, read_splits
 from tezo.training import loop
-from tezo.training.choices import ClosureRows, resolve
+from tezo.training.choices import Choices, resolve
 from tezo.training.job import Job, build_method, parse_method
 from tezo.training.listeners import Listener
 from tezo.training.opening import TunedModel, check_is_run
+from tezo.training.rows_of_steps import ClosureRows
 from tezo.training.run import Run as Run
 from tezo.training.screen import Screen
 from tezo.training.settings import (
@@ -50,12 +52,13 @@ def train(
     data: Rows | None = None,
     *,
     method: str = AUTO,
-    reward: Score | str | None = None,
+    reward: Score | Sequence[Score] | str | None = None,
     tokenizer: Any = None,
     output: str | Path | None = None,
     dev: Rows | None = None,
     test: Rows | None = None,
     resume: bool = False,
+    accept_scorer: bool = False,
     listeners: Sequence[Listener] = (),
     progress: bool = True,
     settings: Mapping[str, Any] | None = None,
@@ -72,7 +75,8 @@ def train(
             gauss-newton for labels or free text, unless something is set that these do not have, or count
             otherwise; else head-feedback.
         reward: what is maximised in place of the likelihood of answers: a function (prompt, completion, fields of the
-            row) -> score, or FILE.py:FUNCTION. The model writes the completions; rows need only prompts.
+            row) -> score, a list of functions, whose scores are added, or FILE.py:FUNCTION. The model writes the
+            completions; rows need only prompts.
         tokenizer: of a model in memory.
         output: run folder, new; None: a temporary one, removed with the `Run` or at the end of the process, and kept
             where the run is interrupted: the error names it.
@@ -82,6 +86,7 @@ def train(
         resume: go on with the run in `output`, to the bit as if it had never stopped; start it where there is none.
             Objects must be given again, a model with the weights that the run began with. With another number of
             `steps` the run has these from then on, also where it had ended.
+        accept_scorer: whether a run may go on with another `reward` than before; its log, summary and card say so.
         listeners: told of every step and evaluation; `tezo.trainer.callbacks` has one for those of
             transformers.
         progress: whether standard error shows what the run does: a line that is overwritten on a terminal and in a
@@ -113,10 +118,8 @@ def train(
     given = dotted_settings(named, settings or {})
     if reward is not None:
         given.append(("train.reward", reward if isinstance(reward, str) else IN_MEMORY))
-    reward = absolute_setting("train.reward", reward)  # for evaluations by it
-    score = None if isinstance(reward, str) else reward
-    if score is not None and not callable(score):
-        raise RequestError(f"reward is {score!r}; give a function, or FILE.py:FUNCTION.")
+    scorer = absolute_setting("train.reward", as_scorer(reward))  # for evaluations by it
+    score = None if isinstance(scorer, str) else scorer
     with quieted(not progress), showing(progress) as line:
         config, base = _configured(model, tokenizer, parts, method, given, keep=not resume)
         objects = {part: rows for part, rows in parts.items() if not isinstance(rows, str | Path)}
@@ -125,7 +128,9 @@ def train(
         watcher = _Watcher()
         told = [*(listeners or ()), *([] if line is None else [Screen(line)]), watcher]
         try:
-            summary = loop.train(config, folder, told, resume=resume, loaded=base, rows=rows, score=score)
+            summary = loop.train(
+                config, folder, told, resume=resume, loaded=base, rows=rows, score=score, accept_scorer=accept_scorer
+            )
         except BaseException as error:
             if output is None:
                 _leave(folder, error)
@@ -136,7 +141,7 @@ def train(
         base=base,
         tuned=watcher.tuned,
         rows=rows,
-        reward=reward,
+        reward=scorer,
         temporary=output is None,
         trust_remote_code=config.model.trust_remote_code,
         progress=progress,
@@ -191,7 +196,7 @@ def prepare(
         optimizer.set_passes(lambda step: closures(step)())
         return optimizer
 
-    found = resolve(config, ClosureRows(closures, held_out), made)
+    found = resolve(Choices(config), ClosureRows(closures, held_out), made)
     for notice in found.notices:
         logger.info(notice)
     return found.optimizer

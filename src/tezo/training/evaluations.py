@@ -7,6 +7,7 @@ answers.json has what `compare` makes of them.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from tezo.optim.optimizer import PER_EXAMPLE
@@ -37,13 +38,36 @@ MOST_CHARACTERS = 600
 SHOWN_OF_OUTCOME = 2
 
 
+@dataclass(frozen=True)
+class InCommon:
+    """Two evaluations by a reward, on the rows that have a score in both.
+
+    Attributes:
+        rows: number of these rows.
+        of: number of all rows.
+        before: mean loss of these rows in the first evaluation, NaN where there are none.
+        after: the same in the second.
+    """
+
+    rows: int
+    of: int
+    before: float
+    after: float
+
+    @property
+    def rise(self) -> float:
+        """By how much the second loss is higher."""
+        return self.after - self.before
+
+
 class Evaluations:
     """The evaluations of the rows of a job; listeners are told of them after the folder has them.
 
     Attributes:
         known: (split, step) -> metrics of the evaluations so far, those in the log of a run that goes on among them.
-        answers: (split, step) -> answers to the first rows, of evaluations of the test rows.
+        answers: (split, step) -> answers to the first rows, of evaluations of the test rows and of those by a reward.
         row_losses: (split, step) -> losses of the first rows, see `Evaluated.row_losses`.
+        earlier: (split, step) of evaluations by an earlier scorer, which gave other scores than the present one.
     """
 
     def __init__(self, job: Job, folder: RunFolder, listeners: Sequence[Listener]) -> None:
@@ -53,6 +77,7 @@ class Evaluations:
         self.known: dict[tuple[str, int], Metrics] = {}
         self.answers: dict[tuple[str, int], Sequence[str]] = {}
         self.row_losses: dict[tuple[str, int], Sequence[float]] = {}
+        self.earlier: frozenset[tuple[str, int]] = frozenset()
 
     def loss(self, split: str, step: int) -> float | None:
         """Returns the loss of an evaluation that was made; None if there was none."""
@@ -72,7 +97,7 @@ class Evaluations:
                     dtype = self.job.model.dtype
                     raise NonFiniteModelError(f"the untuned model's loss of the {split} rows", metrics["loss"], dtype)
                 self.row_losses[split, step] = kept_losses(row_losses)
-                if split == "test":
+                if split == "test" or self.job.reward is not None:
                     self.answers[split, step] = answers_to_keep(self.job, answers)
         self._tell(split, step, metrics)
         return metrics
@@ -88,7 +113,7 @@ class Evaluations:
             step: number of steps that the kept state has taken.
             chosen: whether these rows chose it among all states that were evaluated.
         """
-        first = self.row_losses.get(("test" if self.job.dev is self.job.test else split, 0))
+        first = self.row_losses.get(self._key(split, 0))
         states = {own[1]: losses for own, losses in self.row_losses.items() if own[0] == split and own[1] > 0}
         if step == 0 and first is not None:
             return {"rows": len(first), "states": len(states), "p": 1.0}
@@ -97,6 +122,24 @@ class Evaluations:
         compared = states if chosen else {step: states[step]}
         p = chance(first, [*compared.values()], [*compared].index(step))
         return {"rows": len(first), "states": len(compared), "p": p}
+
+    def in_common(self, split: str, before: int, after: int) -> InCommon | None:
+        """Compares the evaluations of "dev" or "test" rows after two numbers of steps; None: no score is missing."""
+        first, second = (self.row_losses.get(self._key(split, step), ()) for step in (before, after))
+        if not any(map(math.isnan, (*first, *second))):
+            return None
+        pairs = [pair for pair in zip(first, second, strict=True) if not any(map(math.isnan, pair))]
+        means = [math.fsum(losses) / len(pairs) for losses in zip(*pairs, strict=True)] if pairs else [math.nan] * 2
+        return InCommon(len(pairs), len(first), *means)
+
+    def by_one_scorer(self, split: str, before: int, after: int) -> bool:
+        """Returns whether two evaluations of "dev" or "test" rows are by one scorer, so that they can be compared."""
+        first, last = (self._key(split, step) in self.earlier for step in (before, after))
+        return first == last
+
+    def _key(self, split: str, step: int) -> tuple[str, int]:
+        """Returns the key of an evaluation: dev rows that are the test rows are measured once before the first step."""
+        return ("test" if step == 0 and self.job.dev is self.job.test else split), step
 
     def _of_rows(self, split: str, encoded: Sequence[Encoded]) -> Evaluated:
         held_out = self.job.held_out
@@ -207,11 +250,12 @@ def compares_with_untuned(job: Job) -> bool:
 
 
 def answers_to_keep(job: Job, answers: Sequence[str]) -> list[str]:
-    """Returns those answers of an evaluation of the test rows that are kept: those to its first rows.
+    """Returns those answers of an evaluation that are kept: those to its first rows.
 
-    Of free text, where the evaluation gave none, they are generated by the model as it was evaluated.
+    Of a reward all are kept for which there is room, since a changed scorer may be tried on them. Of other free text,
+    where the evaluation gave none, they are generated by the model as it was evaluated.
     """
-    if job.test[0].example.options:
+    if job.test[0].example.options or job.reward is not None:
         kept: list[str] = []
         room = MOST_BYTES
         for answer in answers:

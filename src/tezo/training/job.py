@@ -27,12 +27,10 @@ from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
 from tezo.system.errors import NonFiniteLossError, NonFiniteModelError, RequestError, nearest
 from tezo.system.progress import CHECKING, ENCODING, SCORER, SETTING_UP, current, tracked
 from tezo.tasks.examples import check_answers
-from tezo.tasks.formats import LabelFormat, default_template
 from tezo.tasks.notices import label_notices, leak_notices, rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rewards import Reward, prompt_of
-from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
 from tezo.tasks.scorer_identity import Identity
 from tezo.tasks.scorers import identity, load_score, name_of
@@ -40,12 +38,13 @@ from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.scoring_processes import Processes
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, digest_of, divide, read_splits
-from tezo.training.choices import RunRows, resolve, with_method, with_steps
+from tezo.training.choices import Choices, choose_columns, choose_dtype, choose_method, choose_size, resolve
 from tezo.training.rows_of_steps import (
     BASIS_ROWS,
     KEYS,
     BatchSampler,
     HeldOutRows,
+    RunRows,
     basis_passes,
     looked_and_stepped,
     rows_to_look_at,
@@ -308,10 +307,12 @@ def prepare(
         raise RequestError(f"method.directions is per-example, which {engine} does not compute; set shared, or auto.")
     splits = rows if rows is not None else read_splits(config.data)
     loaded = load_for_tuning(config, loaded)
-    config = _with_dtype(config, loaded)
-    used = _encode(config, loaded, splits, reward)
+    choices = Choices(config)
+    choices.add(choose_dtype(config, loaded.dtype))
+    used = _encode(choices.config, loaded, splits, reward)
     learns_outputs = bool(used.format.options) or (used.is_text and fits_text(loaded.model))
-    config, chosen = with_method(config, loaded.kind, learns_outputs=learns_outputs)
+    choices.add(choose_method(config, loaded.kind, learns_outputs=learns_outputs))
+    config = choices.config
     _check_objective(config)
     untrained = _untrained(loaded, used.objective, used.train)
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
@@ -331,23 +332,19 @@ def prepare(
         optimizer.set_rows(partial(rows_to_look_at, loaded, used.objective, used.train, settings.train, looked, taken))
         return optimizer
 
-    train = with_steps(config.train, len(stepped), method(config.method.name))
+    choices.add(choose_size(config.train, len(stepped), method(config.method.name)))
+    train = choices.config.train
     if train.rows_per_step < (least := method(config.method.name).least_rows):
         raise RequestError(
             f"train.batch_size is {train.rows_per_step}, and {config.method.name} compares the rows of a step; give "
             f"{least} or more, or choose another method."
         )
-    if config.train.batch_size not in (None, train.batch_size):
-        chosen.append(
-            f"train.batch_size is {train.batch_size}, the number of rows that steps are taken on, and not "
-            f"{config.train.batch_size}: a step has no row twice."
-        )
     current().rows_per_pass = used.objective.rows_of_pass(used.train[:BASIS_ROWS], train.rows_per_step)
-    config = replace(config, train=train, data=_resolved_data(config.data, used.format))
+    choices.add(choose_columns(used.format))
     seen = RunRows(train, loaded.model, used.objective, used.train, used.dev, reward)
     try:
         with loaded.files.unchanged():
-            found = resolve(config, seen, build, measuring=measuring)
+            found = resolve(choices, seen, build, measuring=measuring)
     except NonFiniteLossError:
         check_untuned(loaded, used.objective, used.train[: train.rows_per_step])
         raise
@@ -370,21 +367,12 @@ def prepare(
         notices=(
             *reward_notice(reward),
             *used.notices,
-            *chosen,
             *untrained_notice(untrained, loaded.engine),
             *left_out_notice(config, optimizer, untrained),
             *rank_notice(config, optimizer),
             *found.notices,
         ),
     )
-
-
-def _with_dtype(config: Config, loaded: LoadedModel) -> Config:
-    """With the data type that was chosen in the place of "auto", so that the base is loaded in it from now on."""
-    if config.model.dtype != "auto":
-        return config
-    chosen: Any = loaded.dtype
-    return replace(config, model=replace(config.model, dtype=chosen))
 
 
 def _held_out(config: Config, loaded: LoadedModel, used: "_EncodedRows") -> HeldOutRows | None:
@@ -407,17 +395,6 @@ def _check_objective(config: Config) -> None:
             f"train.objective is {objective}, a metric of whole batches, and {name} needs the loss of each row; choose "
             "another method."
         )
-
-
-def _resolved_data(data: DataConfig, form: Format) -> DataConfig:
-    """With the shape and labels filled in, so that the settings mean the same on other rows.
-
-    The default template stays open: it follows data.text, which other rows may have under another name.
-    """
-    if isinstance(form, LabelFormat):
-        template = data.template if form.template == default_template(form.kind, form.text) else form.template
-        return replace(data, shape="label", text=form.text, label_words=dict(form.words), template=template)
-    return data if form.shape == "task" else replace(data, shape=form.shape)
 
 
 def check_untuned(loaded: LoadedModel, objective: Objective, encoded: Sequence[Encoded]) -> None:

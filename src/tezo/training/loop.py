@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,30 @@ from tezo.runs.checkpoints import Checkpoint
 from tezo.runs.environment import memory_for, peak_memory
 from tezo.runs.folder import CONFIG, ResumeState, RunFolder, read_summary
 from tezo.runs.replayed import is_replayed
-from tezo.runs.step_log import End, LogContents
+from tezo.runs.step_log import End, LogContents, Rollback
 from tezo.system.digests import digest
 from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, RequestError, RunInterrupted
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
 from tezo.system.progress import AFTER, BEFORE, BETWEEN, FILES, OBJECTIVE, OPENING, SAVING, STEPS, current, metered
 from tezo.tasks.evaluation import Metrics
-from tezo.tasks.rewards import RewardRows
+from tezo.tasks.rewards import GAPS, RewardRows, ScorerError
+from tezo.tasks.scorers import identity
 from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits, read_splits
 from tezo.training.data_parallel import check_shareable, shared_rows
-from tezo.training.evaluations import Evaluations, check_objective, compare
+from tezo.training.evaluations import Evaluations, InCommon, check_objective, compare
 from tezo.training.job import Job, check_untuned, plan, prepare, with_settled_scorer
 from tezo.training.listeners import Interruption, Listener, Progress
 from tezo.training.resume import (
+    as_json,
+    change_texts,
+    changed_scorer,
     check_given,
     check_same,
+    check_scorer,
     check_unchanged,
+    check_word,
     in_words,
     log_header,
     new_total,
@@ -48,7 +54,7 @@ from tezo.training.resume import (
 )
 from tezo.training.rows_of_steps import interval, lr_factor
 from tezo.training.settings import LOSS, Config, dump_config, read_config, with_absolute_paths
-from tezo.training.stopping import BestState
+from tezo.training.stopping import CONTINUE, BestState, Decision, Stop, decide_after_failure
 from tezo.training.summary import WAYS_FROM_ALIKE, Outcome, prompt_text, row_counts, summarize
 
 
@@ -61,6 +67,7 @@ def train(
     loaded: LoadedModel | None = None,
     rows: Splits | None = None,
     score: Score | None = None,
+    accept_scorer: bool = False,
 ) -> dict[str, Any]:
     """Runs a configuration from start to end; returns the summary that is also in `output`/summary.json.
 
@@ -73,6 +80,7 @@ def train(
         loaded: a model that is in memory, see `prepare`.
         rows: rows that are in memory, see `prepare`.
         score: scorer of completions that is an object, see `prepare`.
+        accept_scorer: whether a run may go on with another scorer than before; its log, summary and card say so.
 
     Raises:
         RequestError: the request is wrong; nothing has been written.
@@ -85,7 +93,8 @@ def train(
     folder = RunFolder(output, writes=processes.is_first)
     with metered() as meter, meter.telling(listener.working for listener in listeners):
         try:
-            processes.check_same({"resume": resume, **request_of(config)})
+            processes.check_same({"resume": resume, "accept_scorer": accept_scorer, **request_of(config)})
+            check_word(config, resume=resume, accept_scorer=accept_scorer)
             config = with_absolute_paths(config)
             with processes.together("use the run folder"):
                 folder.check_free(resume=resume)
@@ -95,8 +104,10 @@ def train(
                     folder.check_ended()
                 begun = begun or LogContents()
                 check_unchanged(read_config(output / CONFIG, []), config, begun.header.get("stepped_rows"))
+                check_given(begun.header, rows or read_splits(config.data), loaded)
                 named = None if config.train.reward == IN_MEMORY else config.train.reward
-                check_given(begun.header, rows or read_splits(config.data), named if score is None else score, loaded)
+                if (scorer := named if score is None else score) is not None:
+                    check_scorer(begun, identity(scorer).to_json())
                 if new_total(begun, with_choices_of(begun, config).train.steps) is None:
                     return summary
             if resume and is_replayed(output):
@@ -117,7 +128,7 @@ def train(
                 )  # trials may be rounded otherwise here
                 processes.check_same(shared_header(job))
                 with Interruption() as interruption:
-                    return Loop(job, folder, listeners, interruption, processes).run()
+                    return Loop(job, folder, listeners, interruption, processes, accept_scorer=accept_scorer).run()
             except BaseException:
                 if loaded is not None:
                     job.optimizer.close()  # the model is the caller's, and free again
@@ -145,8 +156,8 @@ class _OfThisBase:
         self._store.save(kind, step, stored)
 
 
-MISSING, ALIKE = "missing", "alike"
-"""What is said of scores once in a run."""
+ALIKE = "alike"
+"""What is said of scores once in a run, beside each kind of `GAPS`."""
 CHECKED_ROWS = 8
 """Training rows that tell whether an objective can be measured; one of them may lack a score."""
 COMPARE_EVERY = 100
@@ -162,6 +173,7 @@ class Loop:
         listeners: told of everything, in order, after the folder has it.
         interruption: whether the process was asked to end.
         processes: that share the run.
+        accept_scorer: whether the run may go on with another scorer than before.
     """
 
     def __init__(
@@ -171,8 +183,11 @@ class Loop:
         listeners: Sequence[Listener],
         interruption: Interruption,
         processes: ProcessGroup,
+        *,
+        accept_scorer: bool = False,
     ) -> None:
         self.job = job
+        self.accept_scorer = accept_scorer
         self.meter = current()
         self.settings = job.config.train
         self.folder = folder
@@ -186,11 +201,15 @@ class Loop:
         self.best = BestState(job, folder, self.evaluations, listeners, processes)
         self.step_seconds = 0.0
         self._said: set[str] = set()
+        self._device = job.loaded.device
 
     def run(self) -> dict[str, Any]:
         """Everything, from the first evaluation to the saved result."""
         try:
             return self._run()
+        except ScorerError as error:
+            self.folder.append_failed(error.lines)
+            raise
         finally:
             self.folder.close()
             if self.job.reward is not None and self.job.reward.processes is not None:
@@ -207,6 +226,7 @@ class Loop:
         self.evaluations.known = dict(self.resumed.evaluations)
         self.evaluations.answers = dict(self.resumed.answers)
         self.evaluations.row_losses = dict(self.resumed.row_losses)
+        self.evaluations.earlier = frozenset(self.resumed.earlier)
         self.best.begin(self.resumed)
         unfit = reading(f"{self.folder.path}: its newest checkpoint does not fit the run", "delete that checkpoint")
         with unfit, self.meter.phase(OPENING):
@@ -222,15 +242,15 @@ class Loop:
         (untuned_loss,) = self.processes.first([before["loss"]])
         self.job.optimizer.unperturbed_loss, self.job.optimizer.warn = untuned_loss, self._warn
         with self.meter.phase(STEPS):
-            steps = self._steps(start, before)
+            steps, decision = self._steps(start, before)
         self._check_ranks(steps)
-        self.best.restore(steps)
+        self.best.restore()
         with self.meter.phase(AFTER):
             after = self.evaluations.of("test", steps)
             own_after = None if own_before is None else self.evaluations.of_own_answers(steps)
         if not math.isfinite(after["loss"]):
             raise NonFiniteResultError(steps, after["loss"])
-        return self._finish(steps, before, after, untuned, (own_before, own_after))
+        return self._finish(steps, decision, before, after, untuned, (own_before, own_after))
 
     def _open(self) -> ResumeState:
         """Opens the folder; the first rank puts it in order before the others read it."""
@@ -246,6 +266,10 @@ class Loop:
         }  # here: ranks need not say the same of what they measured
         state = self.folder.open(header)
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
+        change = changed_scorer(job, state, self.folder, accepted=self.accept_scorer) if state.begun else None
+        if change is not None:
+            self.folder.append_scorer(change)
+        notices += [f"train.reward: {text}" for text in change_texts(as_json(state.scorers))]
         if state.begun and (total := new_total(state, self.settings.num_steps)) is not None:
             self.folder.append_total(total)
             state = replace(state, totals=[*state.totals, total], end=None)
@@ -276,36 +300,42 @@ class Loop:
         self.job.optimizer.load_resumable_state(parts["run"], state.steps[:step], since)
         return step
 
-    def _steps(self, start: int, before: Metrics) -> int:
-        """All steps from `start` on, with their evaluations and checkpoints; how many the run has then."""
+    def _steps(self, start: int, before: Metrics) -> tuple[int, Decision]:
+        """All steps from `start` on, with their evaluations and checkpoints; how many the run has then, and why."""
         settings = self.settings
         keep_every = interval(settings.checkpoint_every, settings)
         self.meter.report(start, settings.num_steps, STEPS)
         if start == 0:
-            self.best.note(0, before)
+            self.best.note(before)
+        self._apply(self.best.logged())  # after the checkpoint there
         for steps in range(start + 1, settings.num_steps + 1):
             self._step(steps - 1)
             self.meter.report(steps, settings.num_steps, STEPS)
-            ended = self.resumed.end is not None and steps == self.resumed.end.steps
-            ends = ended or steps == settings.num_steps or self._any(self._asked_to_stop())
-            self.best.note(steps, last=ends)
-            if self.best.dev_loss is not None:
-                optimizer, losses = self.job.optimizer, [self.best.dev_loss]
+            had_ended = self.resumed.end is not None and steps == self.resumed.end.steps
+            last = steps == settings.num_steps or self._any(self._asked_to_stop())
+            self.best.note(last=last or had_ended)
+            if self.best.history.dev_loss is not None:
+                optimizer, losses = self.job.optimizer, [self.best.history.dev_loss]
                 losses += [] if optimizer.unperturbed_loss is None else [optimizer.unperturbed_loss]
                 optimizer.unperturbed_loss = min(losses)
-            if ended and steps < settings.num_steps:
-                self.best.ends_run(steps, again=True)
-            if ends or self._any(self._asked_to_stop()) or self.best.ends_run(steps):
-                self.best.note_last(steps)
-                return steps
+            last = last or self._any(self._asked_to_stop())  # by what it was told of the evaluation
+            decision = CONTINUE if last else self.best.decision()
+            if last or had_ended or isinstance(decision, Stop):
+                self.best.note_last()
+                return steps, decision
+            self._apply(decision)
             interrupted = self._any(self.interruption.signal is not None)
             if interrupted or (keep_every and steps % keep_every == 0):
                 self._keep(steps)
             if interrupted:
                 by = self.interruption.signal or "a signal to another rank"
                 raise RunInterrupted(by, steps, self.folder.path)
-        self.best.note(start, last=True)  # of a run that is to have no more steps than it has
-        return start
+        self.best.note(last=True)  # of a run that is to have no more steps than it has
+        return start, CONTINUE
+
+    def _apply(self, decision: Decision) -> None:
+        if isinstance(decision, Rollback):
+            self.best.roll_back(decision)
 
     def _any(self, flag: bool) -> bool:
         """Whether it is so on any rank."""
@@ -323,17 +353,16 @@ class Loop:
         for listener in self.listeners:
             listener.stepping(step)
         optimizer = self.job.optimizer
-        self.best.repeat_rollback(step)
-        told: dict[str, Any] = {}
+        measured: Mapping[str, Any] = {}
         if step < len(self.resumed.steps) and not optimizer.by_gradients:
             optimizer.replay(self.resumed.steps[step])
         else:
-            told = self._measured_step(step)
+            measured = self._measured_step(step)
         record = optimizer.last_step
         assert record is not None
-        self.best.stepped(record)
-        progress = Progress(record, self.step_seconds, peak_memory(self.job.loaded.device))
-        self._log_step(progress, told)
+        self.best.history.add_step(record)
+        progress = Progress(record, self.step_seconds, peak_memory(self._device))
+        self._log_step(progress, measured)
         for listener in self.listeners:
             listener.stepped(progress)
 
@@ -343,10 +372,10 @@ class Loop:
         for listener in self.listeners:
             listener.warned(text)
 
-    def _log_step(self, progress: Progress, told: dict[str, Any]) -> None:
+    def _log_step(self, progress: Progress, measured: Mapping[str, Any]) -> None:
         record, settings = progress.record, self.settings
         taken = record.step + 1
-        if told or taken % settings.log_every == 0:
+        if measured or taken % settings.log_every == 0:
             line = {
                 "loss": record.loss,
                 "projected_grads": list(record.projected_grads),
@@ -355,64 +384,63 @@ class Loop:
                 "elapsed": round(self.meter.seconds, 3),
                 "passes": round(self.meter.passes, 2),
                 "memory": progress.memory,
-                **told,
+                **measured,
             }
             self.folder.append_metrics(taken, line)  # before the log: a step that is in the log is not measured again
         self.folder.append_step(record)
 
-    def _measured_step(self, step: int) -> dict[str, Any]:
+    def _measured_step(self, step: int) -> Mapping[str, Any]:
         """Takes a step; returns what it found beside its losses, as JSON."""
         indices = self.sampler.rows(step)
         started = time.perf_counter()
         with memory_for(f"step {step}", [self.job.train[i] for i in indices], "train.batch_size"):
             try:
-                told = self._take_step(step, indices)
+                measured = self._take_step(step, indices)
             except NonFiniteLossError:
-                if not self.best.roll_back_after_failure(step):
+                decision = decide_after_failure(self.best.history)
+                if isinstance(decision, Stop):
                     if step == 0 and self.settings.minimises_loss:
                         check_untuned(self.job.loaded, self.job.objective, [self.job.train[i] for i in indices])
                     raise
-                told = self._take_step(step, indices)
+                self._apply(decision)
+                measured = self._take_step(step, indices)
         self.step_seconds += time.perf_counter() - started
         if (step + 1) % COMPARE_EVERY == 0:
             self._check_ranks(step + 1, sample=True)
-        return told
+        return measured
 
     def _check_ranks(self, steps: int, *, sample: bool = False) -> None:
         if self.processes.size > 1:
             self.processes.check_equal(digest(self.job.optimizer.resumable_state(), sample=sample), steps)
 
-    def _take_step(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
-        with self.job.loaded.files.unchanged():  # before anything of the step is logged
-            return self._on_this_base(step, indices)
-
-    def _on_this_base(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
-        job, optimizer = self.job, self.job.optimizer
+    def _take_step(self, step: int, indices: Sequence[int]) -> Mapping[str, Any]:
+        job, optimizer, held_out = self.job, self.job.optimizer, self.job.held_out
         for group in optimizer.param_groups:
-            group["lr"] = self.lr * lr_factor(step, self.settings) * self.best.lr_scale
-        if optimizer.planned(step)[0] == FEEDBACK:  # every rank takes it on all rows
-            optimizer.step(job.objective.closure(job.model, job.batches(indices)))
-            return {}
-        closure = self._closure(step, indices)
-        if job.held_out is not None:
-            with self.meter.phase(BETWEEN):
-                job.held_out.evaluated()
-        optimizer.step(closure)
-        if job.held_out is not None:
-            job.held_out.forget()
-        told = optimizer.metrics
-        if isinstance(closure, RewardRows):
+            group["lr"] = self.lr * lr_factor(step, self.settings) * self.best.history.lr_scale
+        with job.loaded.files.unchanged():  # before anything of the step is logged
+            if optimizer.planned(step)[0] == FEEDBACK:  # every rank takes it on all rows
+                optimizer.step(job.objective.closure(job.model, job.batches(indices)))
+                return {}
+            closure = self._closure(step, indices)
+            if held_out is not None:
+                with self.meter.phase(BETWEEN):
+                    held_out.evaluated()
+            optimizer.step(closure)
+            if held_out is not None:
+                held_out.forget()
+            if not isinstance(closure, RewardRows):
+                return optimizer.metrics
             self.folder.append_scored(closure.lines())
             self._warn_of_scores(closure, step)
-            told = {**told, **closure.told}
-        return told
+            return {**optimizer.metrics, **closure.told}
 
     def _warn_of_scores(self, rows: RewardRows, step: int) -> None:
         """Says, once each, that scores are missing, and that a step learnt nothing because all models scored alike."""
         reward = self.job.reward
-        if reward is not None and reward.missing and MISSING not in self._said:
-            self._said.add(MISSING)
-            self._warn(f"scores are missing, and left out of the means, from step {step} on: {reward.missing[0]}.")
+        for kind, reason in reward.gaps.items() if reward is not None else ():
+            if kind not in self._said:
+                self._said.add(kind)
+                self._warn(f"{GAPS[kind]}, from step {step} on: {reason}.")
         if rows.all_alike and ALIKE not in self._said:
             self._said.add(ALIKE)
             nothing = "every model scored alike on each prompt, so that there is nothing to learn from"
@@ -436,17 +464,23 @@ class Loop:
     def _asked_to_stop(self) -> bool:
         return any(listener.wants_stop for listener in self.listeners)
 
+    def _in_common(self, steps: int, kept_step: int) -> dict[str, InCommon]:
+        """Returns split -> the comparison of the evaluations before and after, where scores are missing."""
+        parts = {"test": steps, **({"dev": kept_step} if self.job.dev else {})}
+        found = {split: self.evaluations.in_common(split, 0, last) for split, last in parts.items()}
+        return {split: common for split, common in found.items() if common is not None}
+
     def _finish(
         self,
         steps: int,
+        decision: Decision,
         before: Metrics,
         after: Metrics,
         untuned: dict[str, Metrics],
         own_answers: tuple[float | None, float | None],
     ) -> dict[str, Any]:
         kept = self.best.kept
-        kept_step = kept.step if kept is not None else steps
-        dev_loss = kept.loss if kept is not None else self.best.dev_loss
+        kept_step, dev_loss = kept if kept is not None else (steps, self.best.history.dev_loss)
         split = "test" if dev_loss is None else "dev"
         outcome = Outcome(
             steps,
@@ -459,10 +493,13 @@ class Loop:
             untuned,
             own_answers,
             self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
-            self.best.rollbacks,
+            self.best.history.rollbacks,
             kept is not None,
-            self.best.stopped,
+            decision.reason if isinstance(decision, Stop) else None,
             self.evaluations.chance(split, kept_step, chosen=kept is not None),
+            self._in_common(steps, kept_step),
+            self.resumed.scorers,
+            self.evaluations.by_one_scorer("test", 0, steps),
         )
         files = self.job.loaded.files
         files.check(by_content=True)
@@ -470,7 +507,8 @@ class Loop:
         # in this order: saving a whole model merges the change into it
         job = self.job
         prompt = prompt_text(job.config, job.loaded.kind)
-        tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after, prompt)
+        remarks = change_texts(as_json(self.resumed.scorers))
+        tuning = Tuning(job.config.method.name, outcome.kept_step, row_counts(job), before, after, prompt, remarks)
         with self.meter.phase(SAVING), files.unchanged():
             result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))

@@ -3,7 +3,8 @@
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tezo.system.progress import ENCODING, FILES, current, tracked
 from tezo.tasks.evaluation import Metrics, measure, predict
 from tezo.tasks.examples import Row
 from tezo.tasks.notices import token_notices
+from tezo.tasks.rewards import GAPS
 from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import NO_ROWS, digest_of, rows_to_report
@@ -49,11 +51,13 @@ class TunedModel:
         loaded: model and tokenizer; the model computes with the tuned parameters.
         merge: writes what is kept beside the weights into them, and removes the hooks, if there are any.
         close: removes the hooks alone.
+        untuned: makes a context in which the model computes as its base; None: the weights are tuned themselves.
     """
 
     loaded: LoadedModel
     merge: Callable[[], object] = nothing
     close: Callable[[], object] = nothing
+    untuned: Callable[[], AbstractContextManager[object]] | None = None
 
 
 def is_run(name: str | Path) -> bool:
@@ -142,7 +146,8 @@ def open_tuned(folder: Path, config: Config, base: LoadedModel | None = None) ->
     if saved.is_dir():
         loaded = open_base(folder, config, base)
         if config.model.peft != "none":
-            return TunedModel(open_adapter(loaded, config.model, saved))
+            opened = open_adapter(loaded, config.model, saved)
+            return TunedModel(opened, untuned=opened.model.disable_adapter)
         return _attached(loaded, saved)
     settings = [
         ("model.name", str(folder / MODEL)),
@@ -165,9 +170,46 @@ def _attached(loaded: LoadedModel, saved: Path) -> TunedModel:
         close()
         merge_adapter(loaded.model, adapter)
 
+    @contextmanager
+    def untuned() -> Iterator[None]:
+        for handle in handles:
+            handle.remove()
+        try:
+            yield
+        finally:
+            handles[:] = attach_adapter(loaded.model, adapter)
+
     left = weakref.finalize(close, leave_attached, weakref.ref(loaded.model), handles, adapter)
     left.atexit = False
-    return TunedModel(loaded, merge, close)
+    return TunedModel(loaded, merge, close, untuned)
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model that answers in `tezo chat`.
+
+    Attributes:
+        name: "untuned" or "tuned"; empty where there is no other.
+        loaded: the model; two speakers may share it.
+        within: makes the context in which it computes as this speaker.
+    """
+
+    name: str
+    loaded: LoadedModel
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def speakers(name: str, config: Config) -> list[Speaker]:
+    """Returns the base and the tuned model of a run folder, or the one model that is no run.
+
+    An adapter is taken off and put on again. Where a run has saved a whole model, the base is loaded beside it.
+    """
+    if not is_run(name):
+        return [Speaker("", load(config))]
+    tuned = open_tuned(Path(name), config)
+    if tuned.untuned is None:
+        return [Speaker("untuned", open_base(Path(name), config)), Speaker("tuned", tuned.loaded)]
+    return [Speaker("untuned", tuned.loaded, tuned.untuned), Speaker("tuned", tuned.loaded)]
 
 
 def rows_to_measure(name: str | Path, config: Config, file: str | None) -> tuple[list[Row], str, list[str]]:
@@ -219,8 +261,8 @@ def measure_rows(
     finally:
         if reward is not None and reward.processes is not None:
             reward.processes.close()
-    missing = reward.missing if reward is not None else []
-    said = [*notices, *(f"scores are missing, and left out of the means: {reason}." for reason in missing)]
+    gaps = reward.gaps if reward is not None else {}
+    said = [*notices, *(f"{GAPS[kind]}: {reason}." for kind, reason in gaps.items())]
     return metrics, [*said, f"the {by_reward}"] if untold else said
 
 
@@ -231,12 +273,21 @@ def check_new_tokens(count: int | None) -> None:
 
 
 def answer_rows(
-    config: Config, loaded: LoadedModel, rows: Sequence[Row], max_new_tokens: int | None = None
+    config: Config,
+    loaded: LoadedModel,
+    rows: Sequence[Row],
+    max_new_tokens: int | None = None,
+    heard: Callable[[str], None] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Returns (an answer to each row, notices for the user); answers that rows may have are not looked at.
 
-    `max_new_tokens` is the length of the longest answer of free text; None: the task's, that of a run by a reward, or
-    `MAX_NEW_TOKENS`. Answers are greedy.
+    Args:
+        config: of the run or the model.
+        loaded: the model.
+        rows: at least one.
+        max_new_tokens: length of the longest answer of free text; None: the task's, that of a run by a reward, or
+            `MAX_NEW_TOKENS`. Answers are greedy.
+        heard: called with each new piece of an answer in free text, of one row.
     """
     check_new_tokens(max_new_tokens)
     form, train = make_format(config.data, loaded, rows), config.train
@@ -247,7 +298,7 @@ def answer_rows(
     with current().phase(ENCODING):
         encoded = [objective.encode(form.example(row, answered=False)) for row in tracked(rows)]
     with loaded.files.unchanged():
-        answers = predict(loaded.model, objective, encoded, train.eval_batch_size, new)
+        answers = predict(loaded.model, objective, encoded, train.eval_batch_size, new, heard)
     notices = [*form.notices, *token_notices(objective, new)]
     if rewarded and train.temperature:
         notices.append(f"these answers are greedy; the run's were sampled at train.temperature {train.temperature:g}.")

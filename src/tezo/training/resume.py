@@ -1,10 +1,12 @@
 """A run that goes on: whether it is the one that is asked for, and its steps again from its log."""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +24,21 @@ from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.settings import SOURCES, Setting, Settings
 from tezo.runs.environment import versions
 from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place, check_rows, check_settings
-from tezo.runs.folder import LOG
+from tezo.runs.folder import LOG, ResumeState, RunFolder
 from tezo.runs.replayed import complete
-from tezo.runs.step_log import LogContents, NewTotal, read_log
+from tezo.runs.step_log import LogContents, NewTotal, ScorerChange, read_log
 from tezo.runs.words import left_out_text
 from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
 from tezo.system.files import check_free, new_folder, remove
-from tezo.system.progress import SAVING, STEPS, current, tracked
+from tezo.system.progress import SAVING, SCORING, STEPS, current, tracked
 from tezo.tasks.objectives.objective import Encoded
+from tezo.tasks.paired import kept_losses
+from tezo.tasks.rewards import Reward, RewardRows, sample_of
 from tezo.tasks.scorer_identity import difference
-from tezo.tasks.scorers import identity
-from tezo.tasks.scoring import Score
+from tezo.tasks.scoring import REWARD, Sample
 from tezo.tasks.splits import Splits
-from tezo.training.choices import RESOLVED_AT_START, with_steps
+from tezo.training.choices import RESOLVED_AT_START, Choices, choose_size
 from tezo.training.job import Job, load_for_tuning, make_optimizer
 from tezo.training.settings import (
     PATHS,
@@ -107,7 +110,7 @@ def _answer(row: Encoded) -> tuple[Any, ...]:
 
 
 def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: BaseOptimizer) -> list[str]:
-    """Returns what the user should know before a run goes on.
+    """Returns what the user should know before a run goes on; of its scorer see `changed_scorer`.
 
     Args:
         found: header of the run's log.
@@ -123,8 +126,6 @@ def check_same(found: Mapping[str, Any], own: Mapping[str, Any], optimizer: Base
         before["model.dtype"] = now["model.dtype"]
     check_settings(before, _with_moved(before, now))
     check_rows(found, own)
-    _check_function(*(header["config"]["train"].get("reward") for header in (found, own)))
-    _check_scorer(found.get("reward"), own.get("reward"))
     check_model(found["model"], own["model"], saved=True)
     return check_place(found, own, optimizer.drawn_on_the_device)
 
@@ -150,7 +151,9 @@ def with_choices_of(begun: LogContents, asked: Config) -> Config:
     if train.epochs is None:
         train = replace(train, steps=train.steps or total_of(begun))
     elif isinstance(rows := begun.header.get("stepped_rows"), int) and rows > 0:
-        train = with_steps(train, rows, chosen)
+        choices = Choices(replace(asked, train=train))
+        choices.add(choose_size(train, rows, chosen))
+        return choices.config
     return replace(asked, train=train)
 
 
@@ -227,46 +230,137 @@ def check_unchanged(ended: Config, asked: Config, stepped: int | None = None) ->
     size = asked.train.batch_size
     if size is not None and stepped is not None:
         asked = replace(asked, train=replace(asked.train, batch_size=min(size, stepped)))
-    _check_function(ended.train.reward, asked.train.reward)
     before = _fixed(to_tree(ended))
     now = _with_moved(before, _fixed(to_tree(asked)))
     resolved = {key: before.get(key) for key, left_open in RESOLVED_AT_START.items() if now.get(key) == left_open}
     check_settings(before, now | resolved)
 
 
-def check_given(
-    header: Mapping[str, Any], rows: Splits, scorer: Score | str | None, loaded: LoadedModel | None
-) -> None:
-    """Raises a `RequestError` if a run that has ended had other rows, another scorer or another model.
+def check_given(header: Mapping[str, Any], rows: Splits, loaded: LoadedModel | None) -> None:
+    """Raises a `RequestError` if a run that has ended had other rows or another model.
 
     Args:
         header: of its log.
         rows: all that are read.
-        scorer: an object, or the name of one; None: it is not compared.
         loaded: the model, where it is in memory; one that has a name is not loaded for this.
     """
     check_complete(header)
     if header["read_rows"] != rows.digest:
         raise RequestError(f"data: the rows are not those that the run began with; {BACK}.")
-    if scorer is not None:
-        _check_scorer(header.get("reward"), identity(scorer).to_json())
     if loaded is not None:
         check_model(header["model"], loaded.fingerprint)
 
 
-def _check_scorer(before: object, now: object) -> None:
-    part = difference(before, now)
-    if part is not None:
-        raise RequestError(f"train.reward: the scorer is not the one that the run began with ({part} differs); {BACK}.")
+WORD = "accept it with --accept-scorer (in Python accept_scorer=True)"
+OTHER = "train.reward: the scorer is not the one that the run began with"
 
 
-def _check_function(before: str | None, now: str | None) -> None:
-    """Raises a `RequestError` if two scorers are not of one name; their files, which may move, are told by digests."""
-    names = [str(scorer).rpartition(":")[2] for scorer in (before, now)]
-    if now is not None and names[0] != names[1]:
+def check_word(config: Config, *, resume: bool, accept_scorer: bool) -> None:
+    """Raises a `RequestError` where another scorer is accepted, and there is none to be had."""
+    if accept_scorer and not resume:
+        raise RequestError("accept_scorer is set, which is for a run that goes on; set resume too, or leave it out.")
+    if accept_scorer and config.train.objective != REWARD:
         raise RequestError(
-            f"train.reward is {names[1]}, and the run began with {names[0]}; give that, or another output."
+            f"accept_scorer is set, and train.objective is {config.train.objective}, which has no scorer; leave it out."
         )
+
+
+def last_scorer(log: LogContents) -> Any:
+    """Returns the identity, as JSON, of the scorer that a run went on with last; None: it has no reward."""
+    return log.scorers[-1].scorer if log.scorers else log.header.get("reward")
+
+
+def check_scorer(log: LogContents, now: Any) -> None:
+    """Raises a `RequestError` where the scorer of a run that has ended is not the one of this identity, as JSON."""
+    part = difference(last_scorer(log), now)
+    if part is not None:
+        raise RequestError(f"{OTHER} ({part} differs); put it back, or give another output.")
+
+
+def changed_scorer(job: Job, state: ResumeState, folder: RunFolder, *, accepted: bool) -> ScorerChange | None:
+    """Returns how a run goes on with the scorer of a job; None: by the one that it has gone on with so far.
+
+    Args:
+        job: that is asked for.
+        state: of the run.
+        folder: of the run, open.
+        accepted: whether the user accepts another scorer.
+
+    Raises:
+        RequestError: it is another scorer, and nobody has accepted it.
+    """
+    now = None if job.reward is None else job.reward.identity.to_json()
+    part = difference(last_scorer(state), now)
+    if part is None:
+        return None
+    if job.reward is None or now is None:
+        raise RequestError(f"{OTHER}; put it back, or give another output.")
+    step, name = len(state.steps), job.reward.name
+    if accepted:
+        return ScorerChange(step, name, now, None)
+    if not state.scorer_failed:
+        raise RequestError(f"{OTHER} ({part} differs); put it back, or {WORD}.")
+    with current().phase(SCORING):
+        count, other = _scored_again(job, job.reward, state, folder)
+    if other is not None:
+        raise RequestError(
+            f"{OTHER} ({part} differs), and it gives other scores to earlier answers, such as {other}; mend it so that "
+            f"it does not, or {WORD}."
+        )
+    return ScorerChange(step, name, now, count)
+
+
+def _scored_again(job: Job, reward: Reward, state: ResumeState, folder: RunFolder) -> tuple[int, str | None]:
+    """Returns (logged answers that were scored again, the first whose score differs, in words; None: there is none)."""
+    count = 0
+    for samples, scores in _logged(job, reward, state, folder):
+        for sample, before, after in zip(samples, scores, reward.scores(samples), strict=True):
+            if not math.isnan(before) and kept_losses([before]) != kept_losses([after.value]):
+                now = after.failure or f"{after.value:g}"
+                return count, f"that to {sample.where} ({before:g} before, now {now})"
+        count += sum(not math.isnan(score) for score in scores)
+    return count, None
+
+
+def _logged(
+    job: Job, reward: Reward, state: ResumeState, folder: RunFolder
+) -> Iterator[tuple[list[Sample], list[float]]]:
+    """Yields answers in the log of a run, and their scores, NaN where one is missing, as they were scored together."""
+    for (split, step), losses in state.row_losses.items():
+        rows, answers = job.test if split == "test" else job.dev, state.answers.get((split, step), [])
+        samples = [sample_of(row, answer) for row, answer in zip(rows, answers, strict=False)]
+        yield samples, [-loss for loss in losses[: len(samples)]]
+    sampler = job.sampler()
+    for step, of_step in groupby(folder.scored(), key=lambda line: line["step"]):
+        rows, lines = [job.train[i] for i in sampler.rows(step - 1)], list(of_step)
+        samples = [sample_of(rows[i % len(rows)], str(line.get("completion"))) for i, line in enumerate(lines)]
+        scores = [_score_in(line) for line in lines]
+        size = len(rows) * RewardRows(reward, job.model, job.objective, rows, step - 1).most_copies
+        for start in range(0, len(lines), size):
+            yield samples[start : start + size], scores[start : start + size]
+
+
+def _score_in(line: Mapping[str, Any]) -> float:
+    score = line.get("score")
+    return float(score) if isinstance(score, int | float) else math.nan
+
+
+def change_texts(changes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a sentence on each change of the scorer, as a summary has them."""
+    return [
+        f"after step {change['step']} the run went on with another scorer, {change['name']}: "
+        + (
+            "it was accepted by the user."
+            if change["answers"] is None
+            else f"the one before had failed, and this one gives {change['answers']:,} logged answers the same scores."
+        )
+        for change in changes
+    ]
+
+
+def as_json(changes: Sequence[ScorerChange]) -> list[dict[str, Any]]:
+    """Returns changes of the scorer for a summary."""
+    return [{"step": change.step, "name": change.name, "answers": change.answers} for change in changes]
 
 
 def request_of(config: Config) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""Which rows each step, refresh and evaluation has, and the schedule of rates and feedback steps."""
+"""Which rows each step, refresh, evaluation and measured setting has, and the schedule of rates and feedback steps."""
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tezo.directions.bases.basis import Passes
 from tezo.directions.outputs import Outputs
@@ -12,9 +15,12 @@ from tezo.directions.products import float32_on_emulating_cpu
 from tezo.directions.random import permutation
 from tezo.methods import method
 from tezo.models.loading import LoadedModel
+from tezo.optim.closures import Closure, RowLosses
 from tezo.optim.estimators.estimate import FEEDBACK
+from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.tasks.objectives.closure import BatchClosure
 from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.rewards import Reward, answered
 from tezo.tasks.rows import Format
 from tezo.training.settings import Config, TrainConfig
 
@@ -202,3 +208,127 @@ def rows_to_look_at(
     looking = objective.in_torch()
     most = settings.most_rows if loaded.engine is None else LOOKED_AT_ONCE
     return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), stepped=len(own))
+
+
+class Rows(ABC):
+    """The training rows of a request, as open settings are measured on them.
+
+    Attributes:
+        share_directions: whether the rows of a batch must share directions, such as where a pass has inputs for all of
+            them together.
+        engine: name of the engine that computes their losses; None: torch does.
+        held_out: number of rows that learning rates are compared on; 0: there are none.
+    """
+
+    share_directions: bool
+    engine: str | None = None
+    held_out: int
+
+    @abstractmethod
+    def step(self, step: int, *, per_example: bool) -> Closure:
+        """Returns the closure of that step: the loss, or (rows,) if each row has its own directions."""
+
+    @abstractmethod
+    def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
+        """Returns what `measure_scale` evaluates on the rows of that step."""
+
+    @abstractmethod
+    def few(self) -> Closure:
+        """Returns what a step with directions for each row evaluates on two rows."""
+
+    @abstractmethod
+    def held_out_losses(self) -> Sequence[float]:
+        """Computes the losses of the held-out rows, which the first steps do not see."""
+
+    def answers_of_model(self) -> Callable[[], float] | None:
+        """Has the model write answers; returns their loss at the parameters of each call. None: it writes nothing."""
+        return None
+
+
+class ClosureRows(Rows):
+    """The rows of a training loop in Python.
+
+    Args:
+        closures: step -> what that step evaluates.
+        held_out: rows that rates are compared on; None: there are none.
+    """
+
+    def __init__(self, closures: Callable[[int], Closure], held_out: RowLosses | None) -> None:
+        self._closures, self._others = closures, held_out
+        self.share_directions = not isinstance(closures(0), RowLosses)
+        self.held_out = 0 if held_out is None else held_out.examples
+
+    def step(self, step: int, *, per_example: bool) -> Closure:
+        del per_example  # a closure of rows has both
+        return self._closures(step)
+
+    def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
+        closure: Any = self._closures(step)
+        apart = isinstance(closure, RowLosses) and not per_example
+        return (lambda: closure.example_losses(1)[0]) if apart else closure
+
+    def few(self) -> Closure:
+        return self._closures(0)
+
+    def held_out_losses(self) -> list[float]:
+        return [] if self._others is None else self._others.example_losses(1)[0].tolist()
+
+
+ANSWERS = 8
+"""Most prompts whose answers by the untuned model rho is measured on, for a reward."""
+
+HELD_OUT_ROWS = 64
+"""Rows that trials of learning rates are compared on, at most."""
+
+
+class RunRows(Rows):
+    """The rows of a run. Rates are compared on its dev rows, or else on training rows that the trials do not see."""
+
+    def __init__(
+        self,
+        settings: TrainConfig,
+        model: Any,
+        objective: Objective,
+        train: Sequence[Encoded],
+        dev: Sequence[Encoded],
+        reward: Reward | None = None,
+    ) -> None:
+        self._reward = reward
+        self._model, self._train, self._objective = model, train, objective
+        self._sampler = BatchSampler(range(len(train)), settings.rows_per_step, settings.seed)
+        self._size = settings.rows_per_step  # no pass takes more memory than a step's
+        seen = {row for step in range(TRIAL_STEPS) for row in self._sampler.rows(step)}
+        others = dev or [row for i, row in enumerate(train) if i not in seen]
+        order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
+        self._others = [others[i] for i in order]
+        self.held_out = len(self._others)
+        self.engine = objective.evaluator.engine
+        self.share_directions = objective.evaluator.shared_tokens > 0 or self.engine is not None
+
+    def answers_of_model(self) -> Callable[[], float] | None:
+        if self._reward is None:
+            return None
+        rows = self._train[:ANSWERS]
+        answers = answered(rows, self._reward.own_answers(self._model, self._objective, rows, len(rows)))
+        if not answers:
+            return None
+        closure = self._closure(answers)
+        return lambda: float(closure())
+
+    def _closure(self, rows: Sequence[Encoded]) -> BatchClosure:
+        return self._objective.closure(self._model, self._objective.batches(rows))
+
+    def step(self, step: int, *, per_example: bool) -> BatchClosure:
+        del per_example  # it tells either
+        return self._closure([self._train[i] for i in self._sampler.rows(step)])
+
+    def losses(self, step: int, *, per_example: bool) -> Callable[[], Tensor]:
+        closure = self.step(step, per_example=per_example)
+        return closure if per_example else closure.row_losses
+
+    def few(self) -> BatchClosure:
+        return self._closure(self._train[:2])
+
+    def held_out_losses(self) -> list[float]:
+        parts = (self._others[start : start + self._size] for start in range(0, self.held_out, self._size))
+        return [value for part in parts for value in self._closure(part).row_losses().tolist()]

@@ -21,6 +21,7 @@ from tezo.system.progress import HARNESS, current, quieted, showing
 from tezo.system.values import coerce, path_of
 from tezo.tasks.evaluation import check_finite
 from tezo.tasks.examples import Row
+from tezo.tasks.scorers import as_scorer
 from tezo.tasks.scoring import Score
 from tezo.tasks.setup import make_format
 from tezo.tasks.splits import Rows, Splits, reported_rows, rows_of
@@ -127,7 +128,9 @@ class Run:
         """The model's tokenizer."""
         return self.loaded.tokenizer
 
-    def evaluate(self, data: Rows | None = None, *, reward: Score | str | None = None) -> dict[str, float]:
+    def evaluate(
+        self, data: Rows | None = None, *, reward: Score | Sequence[Score] | str | None = None
+    ) -> dict[str, float]:
         """Metrics of the tuned model on rows with answers.
 
         Args:
@@ -150,7 +153,7 @@ class Run:
                 rows, _, changed = rows_to_measure(self.folder, self.config, None)
             else:
                 rows = reported_rows(self._rows, make_format(settings, loaded, self._rows.train), settings, seed)
-            config, score = with_reward(self.config, reward if reward is not None else self._reward)
+            config, score = with_reward(self.config, self._reward if reward is None else as_scorer(reward))
             metrics, notices = measure_rows(config, loaded, rows, score=score)
         _warn([*changed, *notices])
         return metrics
@@ -278,11 +281,16 @@ def harness_results(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    from tezo.tasks.harness import HarnessModel
+
     if loaded.kind != "causal":
         raise RequestError(f"lm-eval scores and writes continuations, and this model is {loaded.kind}; use tezo eval.")
     manager, names = _tasks(tasks, task_folder)
     size = options.pop("batch_size", config.train.eval_batch_size)
-    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=size)
+    if loaded.engine is None:
+        model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=size)
+    else:
+        model = HarnessModel(loaded, size)
     try:
         # the harness prints, and standard output is for results
         with current().phase(HARNESS), redirect_stdout(sys.stderr), loaded.files.unchanged():

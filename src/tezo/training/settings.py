@@ -29,7 +29,7 @@ LOSS = "loss"
 class MethodConfig:
     """A method and the options that are set; the other options keep the defaults of `tezo.methods`.
 
-    "auto" is the method that a run of these rows has by default; see `tezo.training.choices.with_method`.
+    "auto" is the method that a run of these rows has by default; see `tezo.training.choices.choose_method`.
     """
 
     name: str = AUTO
@@ -122,6 +122,14 @@ class Config:
     def with_options(self, **options: object) -> "Config":
         """The configuration with these options of the method."""
         return replace(self, method=replace(self.method, options={**self.method.options, **options}))
+
+    def with_setting(self, key: str, value: Any) -> "Config":
+        """The configuration with another value of a setting, by its dotted key."""
+        section, _, name = key.partition(".")
+        if section == "method" and name != "name":
+            return self.with_options(**{name: value})
+        changed: Any = {section: replace(getattr(self, section), **{name: value})}
+        return replace(self, **changed)
 
 
 def recipe_folder() -> Path:

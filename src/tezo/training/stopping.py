@@ -1,7 +1,11 @@
-"""When a run goes on, goes back to its best state, or ends."""
+"""When a run goes on, goes back to its best state, or ends.
+
+`History` takes in the events of a run, and `decide(history)` is a function of these alone: it returns `CONTINUE`, a
+`Rollback` or a `Stop`. `BestState` applies decisions: it keeps the parameters of the best state, and goes back to them.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
@@ -10,7 +14,7 @@ from torch import Tensor
 
 from tezo.optim.estimators.estimate import StepRecord
 from tezo.runs.folder import LOG, ResumeState, RunFolder
-from tezo.runs.step_log import Rollback
+from tezo.runs.step_log import NewTotal, Rollback
 from tezo.system.errors import RunError
 from tezo.system.processes import ProcessGroup
 from tezo.system.progress import BETWEEN, current
@@ -164,28 +168,195 @@ def in_words(rollback: Rollback) -> str:
 
 
 @dataclass(frozen=True)
-class GoodState:
-    """The state with the lowest loss so far.
+class Continue:
+    """The decision that the next step follows."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The decision that a run ends, for a `reason` of `ENDED`."""
+
+    reason: str
+
+
+CONTINUE = Continue()
+Decision = Continue | Rollback | Stop
+
+
+class History:
+    """The events of one run that decisions depend on, and no tensor.
+
+    Args:
+        settings: of the run.
+        dev_rows: number of dev rows; 0: there are none.
+        idle_steps: idle steps in a row that end a run, see `BaseOptimizer.idle_steps`; None: none do.
+        totals: the numbers of steps that the user gave the run after its start.
+        scorers: numbers of steps after which the run went on with a scorer that gives other scores.
 
     Attributes:
-        step: number of steps after which the run had it.
-        loss: on the dev rows; without these the mean loss of the steps before.
-        state: the parameters, see `BaseOptimizer.tuned_state`; None: they are not kept.
+        best: (number of steps, loss) with the lowest loss so far; None before the first evaluation.
+        dev_loss: loss on the dev rows after the newest step; None if they were not evaluated then.
+        rise: by how much that is above the loss of the best state before, on the rows whose losses are known for both;
+            NaN: there are none.
+        rollbacks: the returns so far.
     """
 
-    step: int
-    loss: float
-    state: Mapping[str, Tensor] | None
+    def __init__(
+        self,
+        settings: TrainConfig,
+        dev_rows: int,
+        idle_steps: int | None = None,
+        totals: Sequence[NewTotal] = (),
+        scorers: Collection[int] = (),
+    ) -> None:
+        self.settings = settings
+        self.dev_rows = dev_rows
+        self.idle_steps = idle_steps
+        self.totals = totals
+        self.scorers = scorers
+        self.every = interval(settings.eval_every, settings) if dev_rows else 0
+        self.steps = 0
+        self.best: tuple[int, float] | None = None
+        self.dev_loss: float | None = None
+        self.rise = math.nan
+        self.rollbacks: list[Rollback] = []
+        self.guard = Guard(settings.num_steps)
+        self.have_risen = False
+        self.idle = 0
+        self.gain: tuple[int, float] | None = None  # the step of the last fall by `IDLE_GAIN`, and the loss there
+        self.losses: list[float] = []  # of steps since the last mean, where there are no dev rows
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor of the learning rate."""
+        return self.rollbacks[-1].lr_scale if self.rollbacks else 1.0
+
+    @property
+    def patient_from(self) -> int:
+        """After how many steps the user asked a run that had ended to go on: it has its patience from there."""
+        return max((total.step for total in self.totals if total.ended), default=0)
+
+    def settings_at(self, steps: int) -> TrainConfig:
+        """Returns the settings that held when the run took so many steps: their number may have changed since."""
+        later = next((total for total in self.totals if steps <= total.step), None)
+        return self.settings if later is None else replace(self.settings, steps=later.before)
+
+    def add_step(self, record: StepRecord) -> None:
+        """Takes in a step."""
+        self.steps = record.step + 1
+        self.dev_loss = None
+        if self.settings.guard:
+            if record.step in self.scorers:  # losses by two scorers are not compared
+                self.guard.restart(keep_lowest=False)
+            self.have_risen = self.guard.add(record.loss)
+            self.idle = self.idle + 1 if record.is_idle else 0
+            self.losses.append(record.loss)
+
+    def mean_of_steps(self) -> float | None:
+        """Returns the mean loss of the steps since the last call, where it takes the place of a dev loss now."""
+        due = self.settings.guard and not self.every
+        if not due or self.steps % interval(None, self.settings_at(self.steps)) != 0:
+            return None
+        losses, self.losses = self.losses, []
+        return sum(losses) / len(losses) if losses else math.inf
+
+    def add_loss(self, loss: float, rise: float | None = None) -> bool:
+        """Takes in a loss of the present state; returns whether it is the lowest so far.
+
+        Args:
+            loss: of all rows whose losses are known.
+            rise: see `History.rise`; None: the same rows are known for all states.
+        """
+        if math.isfinite(loss) and (self.gain is None or loss < (1 - IDLE_GAIN) * self.gain[1]):
+            self.gain = self.steps, loss
+        if self.best is not None:
+            self.rise = loss - self.best[1] if rise is None else rise
+            if not self.rise < 0:
+                return False
+        self.best = self.steps, loss
+        return True
+
+    def add_rollback(self, rollback: Rollback) -> None:
+        """Takes in a return to the best state."""
+        self.rollbacks.append(rollback)
+        self.guard.restart(keep_lowest=not (self.every and self.settings.chooses_by_dev_rows))
+        self.have_risen = False
+        self.losses = []
+
+
+def decide(history: History) -> Decision:
+    """Returns how a run goes on after its newest step and the evaluation there."""
+    if not history.settings.guard:
+        return CONTINUE
+    reason = IDLE if _is_idle(history) else _reason(history)
+    if reason is None:
+        return CONTINUE
+    decision = Stop(IDLE) if reason == IDLE else _rollback(history, reason)
+    asked_to_go_on = any(history.steps == total.step for total in history.totals)
+    return CONTINUE if isinstance(decision, Stop) and asked_to_go_on else decision
+
+
+def decide_after_failure(history: History) -> Decision:
+    """Returns how a run goes on whose next step has a loss that is not finite."""
+    since = max([0, *(rollback.step for rollback in history.rollbacks)])
+    if not history.settings.guard or history.best is None or history.steps in (history.best[0], since):
+        return Stop(NOT_FINITE)  # the parameters are the best already
+    return _rollback(history, NOT_FINITE)
+
+
+def _is_idle(history: History) -> bool:
+    most, steps, since = history.idle_steps, history.steps, history.patient_from
+    if most is None:
+        return False
+    judged = history.every and history.settings.chooses_by_dev_rows
+    in_vain = 0
+    if judged and history.gain is not None:
+        in_vain = steps // history.every - max(history.gain[0], since) // history.every
+    return max(min(history.idle, steps - since), in_vain) >= most
+
+
+def _reason(history: History) -> str | None:
+    """Returns why a run should return to its best state; None if it should go on."""
+    assert history.best is not None
+    settings, steps, (best, _) = history.settings, history.steps, history.best
+    if best == steps:
+        return None
+    dev_loss = history.dev_loss if settings.chooses_by_dev_rows else None
+    if dev_loss is not None and not math.isfinite(dev_loss):
+        return NOT_FINITE
+    if dev_loss is not None and steps == judged_feedback(settings):
+        return FEEDBACK_ROSE
+    if history.have_risen:
+        return STEPS_ROSE
+    if dev_loss is None:
+        return None
+    if history.guard.is_above(history.rise, settings.rows_per_step / history.dev_rows):
+        return DEV_ROSE
+    start = max([best, history.patient_from, *(rollback.step for rollback in history.rollbacks)])
+    every = history.every or 1
+    long = steps - start >= max(PATIENT_SHARE * settings.num_steps, PATIENT_STEPS)
+    return STAGNATED if long and steps // every - start // every >= PATIENCE else None
+
+
+def _rollback(history: History, reason: str) -> Rollback | Stop:
+    """Returns the return to the best state for a reason, or the end where returns have not helped."""
+    assert history.best is not None
+    last = history.rollbacks[-1] if history.rollbacks else None
+    in_vain = reason == STAGNATED and last is not None and (last.reason, last.to) == (STAGNATED, history.best[0])
+    if in_vain or len(history.rollbacks) == MOST_ROLLBACKS:
+        return Stop(reason)
+    lowered = 1.0 if reason == FEEDBACK_ROSE else LOWERED
+    return Rollback(history.steps, history.best[0], history.lr_scale * lowered, reason)
 
 
 class BestState:
-    """The best state of one run, and the returns to it; of ranks that share the run the first one's dev loss counts.
+    """The parameters of the best state of one run, and the returns to it.
+
+    Of ranks that share the run the first one's dev loss counts.
 
     Attributes:
-        best: the state with the lowest loss so far; None before the first evaluation.
-        dev_loss: loss on the dev rows after the newest step; None if they were not evaluated then.
-        rollbacks: the returns so far.
-        stopped: reason why the run should end; None if there is none.
+        history: the events so far.
+        tensors: the parameters of the best state, see `BaseOptimizer.tuned_state`; None: they are not kept.
     """
 
     def __init__(
@@ -202,221 +373,129 @@ class BestState:
         self.evaluations = evaluations
         self.listeners = listeners
         self.processes = processes
-        self.best: GoodState | None = None
-        self.dev_loss: float | None = None
-        self.rollbacks: list[Rollback] = []
-        self.stopped: str | None = None
-        self._every = interval(self.settings.eval_every, self.settings) if job.dev else 0
-        self._guard = Guard(self.settings.num_steps)
-        self._have_risen = False
-        self._idle = 0
-        self._gain: tuple[int, float] | None = None  # the step of the last fall by `IDLE_GAIN`, and the loss there
-        self._losses: list[float] = []
+        self.history = History(self.settings, len(job.dev), job.optimizer.idle_steps)
+        self.tensors: Mapping[str, Tensor] | None = None
         self._resumed = ResumeState()
 
     @property
-    def lr_scale(self) -> float:
-        """Factor of the learning rate."""
-        return self.rollbacks[-1].lr_scale if self.rollbacks else 1.0
-
-    @property
-    def kept(self) -> GoodState | None:
-        """The state that the run keeps; None: the last one."""
-        return self.best if self.settings.keep_best and self._every else None
+    def kept(self) -> tuple[int, float] | None:
+        """(number of steps, dev loss) of the state that the run keeps; None: it keeps the last one."""
+        return self.history.best if self.settings.keep_best and self.history.every else None
 
     def begin(self, resumed: ResumeState) -> None:
         """Takes in what there is of the run, before its first step here."""
         self._resumed = resumed
+        self.history.totals = resumed.totals
+        self.history.scorers = {change.step for change in resumed.scorers if change.answers is None}
 
-    def stepped(self, record: StepRecord) -> None:
-        """Takes in a step."""
-        if self.settings.guard:
-            self._add_step(record)
-            self._losses.append(record.loss)
-
-    def _add_step(self, record: StepRecord) -> None:
-        self._have_risen = self._guard.add(record.loss)
-        self._idle = self._idle + 1 if record.is_idle else 0
-
-    def _settings_at(self, steps: int) -> TrainConfig:
-        """Returns the settings that held when the run took so many steps: their number may have changed since."""
-        later = next((total for total in self._resumed.totals if steps <= total.step), None)
-        return self.settings if later is None else replace(self.settings, steps=later.before)
-
-    def _is_due(self, steps: int, *, last: bool) -> bool:
-        """Whether the dev rows are evaluated after so many steps, or were."""
-        if not self.job.dev or not self._every:
+    def _is_due(self, *, last: bool) -> bool:
+        """Whether the dev rows are evaluated now, or were."""
+        history = self.history
+        if not history.every:
             return False
-        return last or evaluates(steps, self._settings_at(steps)) or ("dev", steps) in self._resumed.evaluations
+        logged = ("dev", history.steps) in self._resumed.evaluations
+        return last or logged or evaluates(history.steps, history.settings_at(history.steps))
 
-    @property
-    def _patient_from(self) -> int:
-        """After how many steps the user asked a run that had ended to go on: it has its patience from there."""
-        return max((total.step for total in self._resumed.totals if total.ended), default=0)
-
-    def _is_idle(self, steps: int) -> bool:
-        most, since = self.job.optimizer.idle_steps, self._patient_from
-        if most is None:
-            return False
-        judged = self._every and self.settings.chooses_by_dev_rows
-        in_vain = steps // self._every - max(self._gain[0], since) // self._every if judged and self._gain else 0
-        return max(min(self._idle, steps - since), in_vain) >= most
-
-    def note(self, steps: int, before: Metrics | None = None, *, last: bool = False) -> None:
-        """Evaluates the dev rows, where it is time, and notes the state if it is the best so far.
+    def note(self, before: Metrics | None = None, *, last: bool = False) -> None:
+        """Evaluates the dev rows, where it is time, and keeps the state if it is the best so far.
 
         Args:
-            steps: number of steps taken.
             before: metrics of the test rows, where that is before the first step.
             last: whether no step follows.
         """
-        self.dev_loss = None
-        if self._is_due(steps, last=last):
+        history = self.history
+        loss: float | None
+        rise: float | None = None
+        if self._is_due(last=last):
             if before is not None and self.job.dev is self.job.test:
                 loss = before["loss"]
             else:
                 with current().phase(BETWEEN):
-                    loss = self.evaluations.of("dev", steps)["loss"]
-            (loss,) = self.processes.first([loss])
-            self.dev_loss = loss
-        elif self.settings.guard and not self._every and steps % interval(None, self._settings_at(steps)) == 0:
-            loss = sum(self._losses) / len(self._losses) if self._losses else math.inf
-            self._losses = []
+                    loss = self.evaluations.of("dev", history.steps)["loss"]
+            best, lowest = history.best or (history.steps, loss)
+            common = self.evaluations.in_common("dev", best, history.steps)
+            if not self.evaluations.by_one_scorer("dev", best, history.steps):
+                rise = -math.inf
+            else:
+                rise = loss - lowest if common is None else common.rise
+            loss, rise = self.processes.first([loss, rise])
+            history.dev_loss = loss
         else:
-            return
-        if math.isfinite(loss) and (self._gain is None or loss < (1 - IDLE_GAIN) * self._gain[1]):
-            self._gain = steps, loss
-        if self.best is None or loss < self.best.loss:
-            kept = self.settings.guard or self.settings.keep_best
-            self.best = GoodState(steps, loss, self.job.optimizer.tuned_state() if kept else None)
+            loss = history.mean_of_steps()
+        if loss is not None and history.add_loss(loss, rise):
+            keeps = self.settings.guard or self.settings.keep_best
+            self.tensors = self.job.optimizer.tuned_state() if keeps else None
 
-    def note_last(self, steps: int) -> None:
+    def note_last(self) -> None:
         """Notes the last state, where its dev rows have not been evaluated: a run may end between two evaluations."""
-        if self._every and self.dev_loss is None:
-            self.note(steps, last=True)
+        if self.history.every and self.history.dev_loss is None:
+            self.note(last=True)
 
-    def ends_run(self, steps: int, *, again: bool = False) -> bool:
-        """Goes back to the best state where that may help; returns whether the run should end after these steps.
+    def logged(self) -> Decision:
+        """Returns the decision that the log has after so many steps, as far as it is still to be applied."""
+        made = self._resumed.rollbacks.get(self.history.steps)
+        return CONTINUE if made is None or made in self.history.rollbacks else made
 
-        `again`: the log says that it did end after them, and not why, which `stopped` then does.
-        """
-        decided = steps < len(self._resumed.steps) or steps in self._resumed.rollbacks
-        if not self.settings.guard or (decided and not again):
-            return False  # a decision that was made before is in the log
-        reason = IDLE if self._is_idle(steps) else self.reason(steps)
-        if reason is None:
-            return False
-        planned = None if reason == IDLE else self.planned(steps, reason)
-        if planned is None:
-            asked = any(steps == total.step for total in self._resumed.totals)  # to go on from here
-            self.stopped = None if asked else reason
-            return not asked
-        if not again:
-            self.roll_back(planned)
-        return False
-
-    def reason(self, steps: int) -> str | None:
-        """Returns why the run should return to the best state after these steps; None if it should go on."""
-        assert self.best is not None
-        if self.best.step == steps:
-            return None
-        dev_loss = self.dev_loss if self.settings.chooses_by_dev_rows else None
-        if dev_loss is not None and not math.isfinite(dev_loss):
-            return NOT_FINITE
-        if dev_loss is not None and steps == judged_feedback(self.settings):
-            return FEEDBACK_ROSE
-        if self._have_risen:
-            return STEPS_ROSE
-        if dev_loss is None:
-            return None
-        if self._guard.is_above(dev_loss - self.best.loss, self.settings.rows_per_step / len(self.job.dev)):
-            return DEV_ROSE
-        start = max([self.best.step, self._patient_from, *(rollback.step for rollback in self.rollbacks)])
-        every = self._every or 1
-        long = steps - start >= max(PATIENT_SHARE * self.settings.num_steps, PATIENT_STEPS)
-        return STAGNATED if long and steps // every - start // every >= PATIENCE else None
-
-    def planned(self, steps: int, reason: str) -> Rollback | None:
-        """Returns the rollback to the best state for a reason; None if the run should end instead."""
-        assert self.best is not None
-        last = self.rollbacks[-1] if self.rollbacks else None
-        again = last is not None and (last.reason, last.to) == (STAGNATED, self.best.step)
-        if len(self.rollbacks) == MOST_ROLLBACKS or (reason == STAGNATED and again):
-            return None
-        lowered = 1.0 if reason == FEEDBACK_ROSE else LOWERED
-        return Rollback(steps, self.best.step, self.lr_scale * lowered, reason)
-
-    def repeat_rollback(self, step: int) -> None:
-        """Goes back before a step where the log says that the run did."""
-        made = self._resumed.rollbacks.get(step)
-        if made is not None and made not in self.rollbacks:
-            self.roll_back(made)
-
-    def roll_back_after_failure(self, step: int) -> bool:
-        """Goes back because a loss of this step was not finite; False: the parameters are the best already."""
-        since = max([0, *(rollback.step for rollback in self.rollbacks)])
-        if not self.settings.guard or self.best is None or step in (self.best.step, since):
-            return False
-        planned = self.planned(step, NOT_FINITE)
-        if planned is not None:
-            self.roll_back(planned)
-        return planned is not None
+    def decision(self) -> Decision:
+        """Returns the decision of the log, where one was made after so many steps, and else `decide(history)`."""
+        steps = self.history.steps
+        was_made = steps < len(self._resumed.steps) or steps in self._resumed.rollbacks
+        return self.logged() if was_made else decide(self.history)
 
     def roll_back(self, rollback: Rollback) -> None:
-        """Goes back to the best state, logs that, and tells the listeners.
+        """Goes back to the best state, and logs and reports that.
 
         Raises:
             RunError: the rollback, which is one of the log, is to another state.
         """
-        assert self.best is not None and self.best.state is not None
-        if self.best.step != rollback.to:
+        assert self.history.best is not None and self.tensors is not None
+        best, _ = self.history.best
+        if best != rollback.to:
             raise RunError(
                 f"{self.folder.path}: {LOG} returns to step {rollback.to}, and the lowest dev loss is that of step "
-                f"{self.best.step}; put an intact copy in its place, or start the run again."
+                f"{best}; put an intact copy in its place, or start the run again."
             )
-        self.job.optimizer.roll_back(self.best.state, self.best.step)
+        self.job.optimizer.roll_back(self.tensors, best)
         if self.job.held_out is not None:
             self.job.held_out.forget()
-        self._add(rollback)
-        self._losses = []
+        self.history.add_rollback(rollback)
         self.folder.append_rollback(rollback)
         for listener in self.listeners:
             listener.rolled_back(rollback)
 
-    def _add(self, rollback: Rollback) -> None:
-        self.rollbacks.append(rollback)
-        self._guard.restart(keep_lowest=not (self._every and self.settings.chooses_by_dev_rows))
-        self._have_risen = False
-
-    def restore(self, steps: int) -> None:
-        """Puts the state that is kept into the optimizer, which has taken so many steps."""
-        if self.kept is not None and self.kept.state is not None and self.kept.step != steps:
-            self.job.optimizer.load_tuned_state(self.kept.state, self.kept.step)
+    def restore(self) -> None:
+        """Puts the state that is kept into the optimizer."""
+        if self.kept is not None and self.tensors is not None and self.kept[0] != self.history.steps:
+            self.job.optimizer.load_tuned_state(self.tensors, self.kept[0])
 
     def saved(self) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
         """Returns (tensors, values that JSON can represent) for a checkpoint."""
-        state: dict[str, Any] = {"best": None, "rollbacks": len(self.rollbacks), "losses": self._losses}
-        state["gain"] = self._gain
-        if self.best is None:
+        history = self.history
+        state: dict[str, Any] = {"best": None, "rollbacks": len(history.rollbacks), "losses": history.losses}
+        state["gain"] = history.gain
+        if history.best is None:
             return {}, state
-        state["best"] = {"step": self.best.step, "loss": self.best.loss, "kept": self.best.state is not None}
-        return self.best.state or {}, state
+        step, loss = history.best
+        state["best"] = {"step": step, "loss": loss, "kept": self.tensors is not None}
+        return self.tensors or {}, state
 
     def load(self, tensors: dict[str, Tensor], state: Mapping[str, Any], steps: int) -> int:
         """Restores the result of `saved` after `steps` steps; returns the step after which moments were last dropped.
 
         Checkpoints of earlier versions have the values of "best" alone.
         """
+        history = self.history
         made = sorted(self._resumed.rollbacks)[: int(state.get("rollbacks", 0))]
         for taken in range(steps + 1):
             if taken in made:
-                self._add(self._resumed.rollbacks[taken])
+                history.add_rollback(self._resumed.rollbacks[taken])
             if taken < steps:
-                self._add_step(self._resumed.steps[taken])
-        self._losses = [float(loss) for loss in state.get("losses", [])]
+                history.add_step(self._resumed.steps[taken])
+        history.losses = [float(loss) for loss in state.get("losses", [])]
         if (gain := state.get("gain")) is not None:
-            self._gain = int(gain[0]), float(gain[1])
+            history.gain = int(gain[0]), float(gain[1])
         if (best := state["best"]) is not None:
-            # the state of the base has no tensors, which must be told from no state
-            self.best = GoodState(int(best["step"]), float(best["loss"]), tensors if best["kept"] else None)
-        return self.rollbacks[-1].step if self.rollbacks else 0
+            history.best = int(best["step"]), float(best["loss"])
+            # the state of the base has no tensors, which is another thing than no state
+            self.tensors = tensors if best["kept"] else None
+        return history.rollbacks[-1].step if history.rollbacks else 0

@@ -12,7 +12,7 @@ from tezo.models.saving import Tuning
 from tezo.runs.environment import hardware, peak_memory, versions
 from tezo.runs.folder import SUMMARY, read_summary
 from tezo.runs.resuming import RUN, resume_line
-from tezo.runs.step_log import Rollback
+from tezo.runs.step_log import Rollback, ScorerChange
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, OPTIONS_LOSS, TEXT_LOSS, metric_text, minus
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup
@@ -22,7 +22,9 @@ from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.paired import LEVEL
 from tezo.tasks.scoring import MISSING_SCORES, REWARD
 from tezo.tasks.untuned import BIAS, PROBE
+from tezo.training.evaluations import InCommon
 from tezo.training.job import Job, parameter_counts, plan
+from tezo.training.resume import as_json, change_texts
 from tezo.training.settings import Config, to_tree
 from tezo.training.stopping import ENDED, IDLE
 
@@ -46,10 +48,24 @@ def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
         before, after = summary["before"]["loss"], summary["after"]["loss"]
     else:
         before, after = summary["dev_loss_before"], summary["dev_loss"]
+    if not summary.get("one_scorer", True):
+        step = summary["scorers"][-1]["step"]
+        return (
+            f"{NO_BETTER} for certain: the scorer was changed after step {step}, and the figures before and after are "
+            "by different ones. Compare the two models by tezo eval with one scorer."
+        )
     rows = "dev" if summary["dev_loss"] is not None or summary["rows"].get("test") == 0 else "test"
     rewarded = REWARD in summary["after"]  # then the loss is minus the reward
     figure, better, worse = ("reward", "rose from", "fell from") if rewarded else ("loss", "fell from", "rose from")
     first, last = summary["before"]["loss"], summary["after"]["loss"]
+    common = summary.get("in_common", {})
+    if "test" in common:
+        first, last = common["test"]["before"], common["test"]["after"]
+    compared = common.get("test" if summary["dev_loss"] is None else "dev")
+    if compared is not None:
+        before, after = compared["before"], compared["after"]
+        if compared["rows"] == 0:
+            return f"{NO_BETTER}: no {rows} row has a score both before and after. Mend the scorer."
     start, end, first_text, last_text = (f"{-loss if rewarded else loss:.4f}" for loss in (before, after, first, last))
     chance, idle = summary["chance"], summary["stopped"] == IDLE
     advice = _ended(summary, planned_steps) if idle else _after_no_gain(summary, lr, rewarded=rewarded)
@@ -144,10 +160,12 @@ def forgetting(summary: Mapping[str, Any]) -> str:
 def missing_scores(summary: Mapping[str, Any]) -> str:
     """Returns a sentence on answers that have no score, where there are any."""
     shares = [summary[when].get(MISSING_SCORES, 0.0) for when in ("before", "after")]
-    if not any(shares):
-        return ""
+    counts = {"dev" if summary["rows"]["test"] == 0 else split: own for split, own in summary["in_common"].items()}
+    common = [f"{own['rows']} of {own['of']} {split} rows" for split, own in counts.items()]
     before, after = (metric_text(MISSING_SCORES, share) for share in shares)
-    return f"Of the scores {before} are missing before and {after} after: the two means are of different answers."
+    differ = f"Of the scores {before} are missing before and {after} after: the two means are of different answers."
+    compared = f"The verdict compares the rows that have a score in both: {', '.join(common)}."
+    return " ".join([differ] * any(shares) + [compared] * bool(common))
 
 
 @dataclass(frozen=True)
@@ -166,6 +184,9 @@ class Outcome:
         chosen: whether the step was kept for its loss on the dev rows.
         stopped: key of `tezo.training.stopping.ENDED` for which the run ended before its last step, or None.
         chance: see `Evaluations.chance`; of the dev rows, or of the test rows where there are none.
+        in_common: split -> the losses of its rows before and after that have a score in both; empty where none misses.
+        scorers: changes of the scorer.
+        one_scorer: whether the metrics before and after are by one scorer, or by scorers that agree.
     """
 
     steps: int
@@ -182,6 +203,9 @@ class Outcome:
     chosen: bool
     stopped: str | None
     chance: Mapping[str, Any] | None
+    in_common: Mapping[str, InCommon]
+    scorers: Sequence[ScorerChange]
+    one_scorer: bool
 
 
 def row_counts(job: Job) -> dict[str, int]:
@@ -231,6 +255,9 @@ def summarize(
         "rollbacks": [asdict(rollback) for rollback in outcome.rollbacks],
         "stopped": outcome.stopped,
         "chance": outcome.chance,
+        "in_common": {split: asdict(common) for split, common in outcome.in_common.items()},
+        "scorers": as_json(outcome.scorers),
+        "one_scorer": outcome.one_scorer,
         "phases": phases,
         "batch_size": train.rows_per_step,
         "num_forward_passes": optimizer.num_forward_passes,
@@ -293,4 +320,5 @@ def tuning_of(run: Path, config: Config, kind: Kind | None) -> Tuning | None:
         )
         rows |= {"test": 0} if summary.get("test_rows_chose") is True else {}
         prompt = prompt_text(config, kind)
-        return Tuning(str(summary["method"]), int(summary["kept_step"]), rows, before, after, prompt)
+        remarks = change_texts(summary.get("scorers", []))
+        return Tuning(str(summary["method"]), int(summary["kept_step"]), rows, before, after, prompt, remarks)

@@ -1,8 +1,6 @@
 """Simultaneous perturbation with per-example directions."""
 
-import statistics
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -142,21 +140,6 @@ class PerExample(TwoPoint):
         raise RequestError(
             "train.parallel is directions, but these are per example; set train.parallel=rows, which shares them."
         )
-
-
-class GroupRelative(PerExample):
-    """`PerExample` with each difference of losses over the spread of all of them (GRZO):
-
-        delta_i = f_i(W + rho Z_i) - f_i(W - rho Z_i),   kappa_i = delta_i / s,   s^2 = mean (delta_i - mean delta)^2.
-
-    kappa has no unit, so that the rate is the size of an entry's step. Without a spread there is no step.
-    """
-
-    def _weighted(self, probes: tuple[Probe, ...]) -> tuple[Probe, ...]:
-        differences = [probe.loss_plus - probe.loss_minus for probe in probes]
-        spread = statistics.pstdev(differences)
-        kappas = [difference / spread if spread else 0.0 for difference in differences]
-        return tuple(replace(probe, projected_grad=kappa) for probe, kappa in zip(probes, kappas, strict=True))
 
 
 def row_losses(closure: Closure) -> Tensor:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
@@ -201,39 +200,3 @@ def fitting_copies(tokens: int, *, dense: bool) -> int:
     """Returns the largest even number of models that share a pass of so many tokens each; 0 if not even two should."""
     fitting = (TOKENS_OF_A_DENSE_PASS if dense else TOKENS_OF_A_PASS) // max(1, tokens)
     return fitting - fitting % 2
-
-
-class Conservative(TwoPoint):
-    """The estimate s kappa Z, with the sign s of the best of three losses on the batch of the step:
-
-        s = argmin over s in {0, 1, -1} of f(W - s lr kappa Z),   kappa as in `TwoPoint`; 0 in a tie.
-
-    A plain step, W - lr (s kappa Z), ends at the best of these points. The recorded projected gradient is s kappa.
-    It takes five forward passes, and one direction per step.
-
-    Args:
-        rho: perturbation scale.
-    """
-
-    single_direction = True
-
-    def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
-        (probe,) = self.probes(closure, draw.directions, self.rho)
-        step, losses = draw.lr * probe.projected_grad, {}
-        try:
-            with evaluating(self._model):
-                for sign in (0, 1, -1):
-                    let_interrupt()
-                    self._set_perturbations(draw.directions, [(0, -sign * step)] if sign * step else [])
-                    losses[sign] = mean_loss(closure)
-        finally:
-            self._set_perturbations(draw.directions, [])
-        if not math.isfinite(losses[0]):
-            raise FloatingPointError(losses[0])
-        best = min(losses, key=lambda sign: losses[sign] if math.isfinite(losses[sign]) else math.inf)
-        chosen = replace(probe, projected_grad=best * probe.projected_grad)
-        return average(losses[0], (chosen,), self.passes(1, first=False), draw)
-
-    def passes(self, directions: int, *, first: bool) -> int:
-        del first
-        return 5 * directions

@@ -1,7 +1,7 @@
 """The objective of causal models: they answer by continuing the prompt."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -251,6 +251,8 @@ class CausalInTorch(TextEvaluator):
                 return torch.cat([noisy(part, rows, ids.shape[1] - length) for part in scores.chunk(copies)])
 
             more["logits_processor"] = LogitsProcessorList([sample])
+        if wanted.heard is not None:
+            more["streamer"] = _Heard(wanted.heard)
         base = base_of(model)
         kept = base.generation_config  # `generate` would add its penalties, limits, and tokens forced or suppressed
         base.generation_config = GenerationConfig(
@@ -268,6 +270,21 @@ class CausalInTorch(TextEvaluator):
         finally:
             base.generation_config = kept
         return [part.tolist() for part in output[:, length:].chunk(copies)]
+
+
+class _Heard:
+    """A streamer that is called with the new tokens of one prompt, and not with those of the prompt."""
+
+    def __init__(self, heard: Callable[[int], None]) -> None:
+        self._heard, self._begun = heard, False
+
+    def put(self, value: Tensor) -> None:
+        if self._begun:
+            self._heard(int(value))
+        self._begun = True
+
+    def end(self) -> None:
+        pass
 
 
 def _log_probs(logits_XUV: Tensor, rows: Pass, copies: int) -> Tensor:

@@ -1,8 +1,5 @@
-"""TeZO-Adam's dense write: in torch, and in Triton, which its interpreter runs here, against the formula in float64."""
+"""TeZO-Adam's dense write against the formula in float64."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -40,23 +37,13 @@ def exact_step(weight: Tensor, factors: AdamFactors, lr: float = LR) -> Tensor:
     return weight.double() - lr * m / root
 
 
-# Triton asks for its interpreter once, when it is imported, so its turn comes in a process of its own (below).
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@pytest.fixture(params=["triton"] if INTERPRETED else ["torch"])
-def write(request):
-    """(weight, factors, lr, seed): in place."""
-    if request.param == "torch":
-        return lambda weight, factors, lr, seed: factored_adam_(weight, factors, lr, generator(seed))
-    from tezo.optim.triton_adam import triton_factored_adam_
-
-    return triton_factored_adam_
+def write(weight: Tensor, factors: AdamFactors, lr: float, seed: int) -> None:
+    factored_adam_(weight, factors, lr, generator(seed))
 
 
 @SHAPES
 @pytest.mark.parametrize("eps_in_sqrt", [True, False])
-def test_a_float32_write_is_the_formula(write, height, width, rank, eps_in_sqrt):
+def test_a_float32_write_is_the_formula(height, width, rank, eps_in_sqrt):
     weight, factors = problem(height, width, rank)
     factors = replace(factors, eps_in_sqrt=eps_in_sqrt)
     before, expected = [t.clone() for t in (factors.u_MR, factors.v_NR)], exact_step(weight, factors)
@@ -67,7 +54,7 @@ def test_a_float32_write_is_the_formula(write, height, width, rank, eps_in_sqrt)
     assert torch.equal(factors.u_MR, before[0]) and torch.equal(factors.v_NR, before[1])
 
 
-def test_a_transposed_weight_and_half_precision_factors_are_handled_by_strides(write):
+def test_a_transposed_weight_and_half_precision_factors_are_handled_by_strides():
     weight, factors = problem(70, 90, 5)
     factors = replace(factors, u_MR=factors.u_MR.bfloat16(), v_NR=factors.v_NR.bfloat16())
     stored = weight.T.contiguous()
@@ -81,7 +68,7 @@ def test_a_transposed_weight_and_half_precision_factors_are_handled_by_strides(w
     [(torch.bfloat16, 1, 1e-5), (torch.float16, 1, 1e-5), (torch.float16, 2**-15, 5e-9)],
     ids=["bfloat16", "float16", "float16-subnormal"],
 )
-def test_a_half_precision_write_goes_to_a_neighbour_and_is_right_on_average(write, dtype, size, lr):
+def test_a_half_precision_write_goes_to_a_neighbour_and_is_right_on_average(dtype, size, lr):
     # Each of 70 * 90 entries, 20 seeds: a number p of the way between two neighbours lands on the upper with
     # probability p. sum (seen - p) / sqrt(sum p (1 - p)) is standard normal: |z| < 5.5 (two-sided 4e-8). So it
     # is for the entries of each sign, and for those whose p is small: a step far below the spacing.
@@ -119,7 +106,7 @@ def test_products_in_bfloat16_leave_a_step_within_its_rounding(monkeypatch):
 
 
 @HALF
-def test_values_beyond_the_range_and_nan_stay_what_they_are(write, dtype):
+def test_values_beyond_the_range_and_nan_stay_what_they_are(dtype):
     largest = torch.finfo(dtype).max
     values = torch.tensor([[largest, -largest, torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1.0]], dtype=dtype)
     _, factors = problem(1, 8, 3)
@@ -140,40 +127,3 @@ def test_a_write_needs_no_more_than_its_tiles(monkeypatch):
     assert len(buffers) > 30 and len({buffer.data_ptr() for buffer in buffers}) == 1
     assert {buffer.shape.numel() for buffer in buffers} <= {2 * 2 * 90, 2 * 90}
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_the_triton_kernel_passes_these_tests_in_the_interpreter():
-    pytest.importorskip("triton", reason="triton has no wheels for this system")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "[triton", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "14 passed" in done.stdout and "skipped" not in done.stdout
-
-
-COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from tezo.optim.triton_adam import _kernel
-
-for dtype in ("bf16", "fp16", "fp32"):
-    pointers = {"weight": "*" + dtype, "u": "*bf16", "v": "*bf16", "tau_m": "*fp32", "tau_v": "*fp32"}
-    sizes = dict.fromkeys(["height", "width", "rank", "stride_m"], "i32")
-    options = {"EPS_IN_SQRT": True, "RANK": 32, "BLOCK_M": 64, "BLOCK_N": 64}
-    fixed = options | {"stride_n": 1}
-    signature = pointers | sizes | {"seed": "i64", "eps": "fp32"} | dict.fromkeys(fixed, "constexpr")
-    signature = {name: signature[name] for name in _kernel.arg_names}
-    source = ASTSource(_kernel, signature, fixed)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    print(dtype, len(made.asm["cubin"]), made.metadata.shared)
-"""
-
-
-@pytest.mark.slow
-def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here():
-    pytest.importorskip("triton", reason="triton has no wheels for this system")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["bf16", "fp16", "fp32"]

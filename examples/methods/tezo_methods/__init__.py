@@ -1,0 +1,1 @@
+"""Methods of others, which tezo knows by their names where this distribution is installed. One file each."""
