@@ -66,7 +66,7 @@ def draw(runs: dict[str, Any], figure: Any) -> None:
         passes, losses = lowest_so_far(run["curve"])
         panel.plot(passes, losses, color=COLOURS[2], linestyle="--", linewidth=1.3, label=f"{LORA}, best of its rates")
         panel.axhline(losses[-1], color=COLOURS[2], linestyle=":", linewidth=0.8)
-    panel.set_xlabel("forward passes of 64 rows, looks and searches among them")
+    panel.set_xlabel("forward passes of 64 rows, including refreshes and searches")
     panel.set_ylabel("dev loss, lowest so far")
     figure.legend(fontsize=7, loc="outside right center")
 

@@ -294,7 +294,7 @@ def test_rows_with_options_of_their_own_are_refused_in_a_sentence():
     model, (x, labels) = Stream40(), rows(32, 40, 2, seed=0)
     optimizer = gauss_newton(model, rank=6, targets=("all",))
     with pytest.raises(
-        RequestError, match=r"options of their own.*method\.name=head-feedback, or method\.basis=gaussian"
+        RequestError, match=r"per-row options.*method\.name=head-feedback, or method\.basis=gaussian"
     ):
         optimizer.step(OwnOptions(model, x, labels))
     optimizer.close()

@@ -1,7 +1,7 @@
 """tezo: fine-tuning with forward passes, and at most the gradient of the output head.
 
 `tezo.train` tunes a model on rows and returns a `Run`; `tezo.open_run` opens one that has ended. The methods are
-optimizers too, for loops of your own. What needs torch is imported when it is first used, so that `import tezo` is
+optimizers too, for your loops. Parts that need torch are imported at first use, so that `import tezo` is
 quick.
 """
 
