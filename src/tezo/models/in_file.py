@@ -100,7 +100,7 @@ def load_in_file(name: str) -> tuple[LoadedModel, str]:
                 f"{name} is {type(model).__name__}; leave model.engine out."
             )
         tokenizer, notices = gguf_tokenizer(source)
-        made = fingerprint(model, "causal", tokenizer, file=_digest([Path(source)], before))
+        made = fingerprint(model, "causal", tokenizer, file=digest_of([Path(source)], before))
         return _ready(name, model, tokenizer, made, notices, partial(GgufWeights, source, model)), source
 
 
@@ -125,7 +125,7 @@ def load_folder(name: str) -> tuple[LoadedModel, str]:
         if (Path(source) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(source)
         files = sorted(Path(source).glob("*.safetensors"))
-        made = fingerprint(model, "causal", tokenizer, file=_digest(files, stamp(source)))
+        made = fingerprint(model, "causal", tokenizer, file=digest_of(files, stamp(source)))
         loaded = _ready(name, model, tokenizer, made, [], partial(SafetensorsWeights, files, model))
         return replace(loaded, labels=read_labels(Path(source))), source
 
@@ -187,7 +187,7 @@ class SafetensorsWeights(Mapping[str, Tensor]):
         return len(self._parameters)
 
 
-def _digest(files: Sequence[Path], known_as: str | None) -> str:
+def digest_of(files: Sequence[Path], known_as: str | None) -> str:
     """Returns a SHA-256 of the files' contents, which is kept in the cache folder under `known_as`."""
 
     def compute() -> str:

@@ -28,9 +28,15 @@ class Parameters(ctypes.Structure):
 
 
 class InitParameters(ctypes.Structure):
-    """Of `ggml_init`: bytes of a pool, None, whether data gets no room. `gguf_init_from_file` reads the first two."""
+    """Of `ggml_init`: bytes of a pool, where it is, and whether data gets no room."""
 
     _fields_ = [("size", c_size_t), ("buffer", c_void_p), ("no_data", c_bool)]
+
+
+class ReadParameters(ctypes.Structure):
+    """Of `gguf_init_from_file`: whether data gets no room, and where its tensors are to be put."""
+
+    _fields_ = [("no_data", c_bool), ("tensors", c_void_p)]
 
 
 class Batch(ctypes.Structure):

@@ -24,6 +24,7 @@ from tezo.engines.llama_cpp.layouts import (
     LayoutError,
     ModelFields,
     Parameters,
+    ReadParameters,
     TensorFields,
     check_batch,
 )
@@ -113,7 +114,7 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "ggml_backend_tensor_get": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
     "ggml_backend_tensor_set": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
     "ggml_backend_dev_count": (c_size_t, []),
-    "gguf_init_from_file": (c_void_p, [c_char_p, InitParameters]),
+    "gguf_init_from_file": (c_void_p, [c_char_p, ReadParameters]),
     "gguf_free": (None, [c_void_p]),
     "gguf_find_key": (c_int64, [c_void_p, c_char_p]),
     "gguf_get_val_str": (c_char_p, [c_void_p, c_int64]),
