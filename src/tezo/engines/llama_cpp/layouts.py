@@ -39,25 +39,28 @@ class ReadParameters(ctypes.Structure):
     _fields_ = [("no_data", c_bool), ("tensors", c_void_p)]
 
 
+OF_BATCH: Sequence[tuple[str, Any]] = [
+    ("count", c_int32),
+    ("token", POINTER(c_int32)),
+    ("embedding", POINTER(c_float)),
+    ("position", POINTER(c_int32)),
+    ("sequences", POINTER(c_int32)),
+    ("sequence", POINTER(POINTER(c_int32))),
+    ("output", POINTER(c_int8)),
+]
+
+
 class Batch(ctypes.Structure):
     """Tokens of one call, or embeddings in their place."""
 
-    _fields_ = [
-        ("count", c_int32),
-        ("token", POINTER(c_int32)),
-        ("embedding", POINTER(c_float)),
-        ("position", POINTER(c_int32)),
-        ("sequences", POINTER(c_int32)),
-        ("sequence", POINTER(POINTER(c_int32))),
-        ("output", POINTER(c_int8)),
-    ]
+    _fields_ = OF_BATCH
 
 
 def check_batch(lib: Any) -> None:
     """Raises a `LayoutError` where a new batch has not the fields of `Batch`."""
     batch = lib.llama_batch_init(3, 0, 2)
     try:
-        given = [bool(getattr(batch, name)) for name, *_ in Batch._fields_]
+        given = [bool(getattr(batch, name)) for name, _ in OF_BATCH]
         if given != [False, True, False, True, True, True, True] or any(not batch.sequence[i] for i in range(3)):
             raise LayoutError("llama_batch is not a number, tokens, no embeddings and four other arrays")
     finally:

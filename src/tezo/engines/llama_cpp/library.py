@@ -124,6 +124,7 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "gguf_get_tensor_offset": (c_size_t, [c_void_p, c_int64]),
     "gguf_get_tensor_size": (c_size_t, [c_void_p, c_int64]),
     "gguf_get_data_offset": (c_size_t, [c_void_p]),
+    "gguf_get_alignment": (c_size_t, [c_void_p]),
     "gguf_set_tensor_type": (None, [c_void_p, c_char_p, c_int]),
     "gguf_get_meta_size": (c_size_t, [c_void_p]),
     "gguf_get_meta_data": (None, [c_void_p, c_void_p]),
