@@ -126,7 +126,7 @@ TEMPLATE = (
 )
 
 
-def writer_of(path, architecture, more=None):
+def writer_of(path, architecture, more=None, template=TEMPLATE, *, begins=False):
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type(gguf.GGUFType.MODEL)
     for key, value in metadata(architecture, more).items():
@@ -140,7 +140,8 @@ def writer_of(path, architecture, more=None):
     writer.add_token_merges(merges)
     for number, role in enumerate(("bos", "pad", "eos", "unk")):
         getattr(writer, f"add_{role}_token_id")(number)
-    writer.add_chat_template(TEMPLATE)
+    writer.add_add_bos_token(begins)
+    writer.add_chat_template(template)
     return writer
 
 

@@ -1,10 +1,14 @@
 """A whole GGUF file with a change in it: only the changed matrices differ, packed as llama.cpp packs them."""
 
+import json
+
 import gguf
 import numpy as np
 import pytest
 import torch
 from architectures import TYPES, makes_models, packed, write_model
+from folders import bpe_tokenizer, label_rows, model_folder, refused, tezo, train, write_rows
+from gguf_files import tiny_llama, write_gguf
 from test_llama_files import log_probs, random_change
 
 from tezo.engines.llama_cpp.file import GgufHeader
@@ -141,3 +145,53 @@ def test_a_packed_row_is_unpacked_to_what_it_was_packed_of():
         assert lib.ggml_type_name(number).decode().lower() == kind.lower()
         error = np.linalg.norm(unpack(packed(x, number), number) - x) / np.linalg.norm(x)
         assert error < SHARE.get(kind, 0.4)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_K_M"])
+def test_a_run_is_exported_as_a_whole_file_with_the_losses_of_both(kind, tmp_path):
+    base, rows = (
+        write_model(tmp_path / "base.gguf", "gemma3", kind),
+        write_rows(tmp_path / "rows.jsonl", label_rows(16)),
+    )
+    run, settings = tmp_path / "run", {"method__name": "tezo-cadam", "method__lr": 0.5, "train__keep_best": False}
+    done = train(base, rows, run, "--engine", "llama.cpp", "--test", rows, steps=3, train__batch_size=8, **settings)
+    assert done.code == 0, done.err
+    done = tezo("export", run, "--output", tmp_path / "out", "--format", "gguf", "--json")
+    assert done.code == 0, done.err
+    found, summary = json.loads(done.out), json.loads((run / "summary.json").read_text())
+    with_adapter, packed_in = found["losses"]
+    assert found["matrices"] == 14 and found["notices"] == [] and "16 rows" in found["rows"]
+    assert with_adapter == pytest.approx(summary["after"]["loss"], abs=1e-5)
+    assert abs(packed_in - with_adapter) <= (1e-4 if kind == "F32" else 0.5)
+    own = tezo("eval", tmp_path / "out/model.gguf", "--set", "model.engine=llama.cpp", "--data", rows, "--json")
+    assert json.loads(own.out)["loss"] == pytest.approx(packed_in, abs=1e-5)
+    text = (tmp_path / "out/Modelfile").read_text()
+    assert text.startswith("FROM ./model.gguf\nTEMPLATE") and "PARAMETER stop" in text
+    said = tezo("export", run, "--output", tmp_path / "finer", "--format", "gguf", "--keep-tuned", "q8_0").out
+    assert "14 matrices changed" in said and "llama-server -m" in said and "ollama create" in said
+    stored = {name: own.kind for name, own in GgufHeader(tmp_path / "finer/model.gguf").tensors.items()}
+    assert stored["blk.0.attn_q.weight"] == int(gguf.GGMLQuantizationType.Q8_0)
+
+
+def test_a_run_in_torch_on_a_file_is_exported_too(tmp_path):
+    """Its layers have transformers' names, and rows of queries and keys another order."""
+    tokenizer = bpe_tokenizer(chat=True)
+    base = write_gguf(tmp_path / "base.gguf", tiny_llama(len(tokenizer)), tokenizer)
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(16))
+    run, settings = tmp_path / "run", {"method__name": "tezo-cadam", "method__lr": 0.05, "train__keep_best": False}
+    assert train(base, rows, run, "--test", rows, steps=3, train__batch_size=8, **settings).code == 0
+    done = tezo("export", run, "--output", tmp_path / "out", "--format", "gguf", "--json")
+    assert done.code == 0, done.err
+    with_adapter, packed_in = json.loads(done.out)["losses"]
+    after = json.loads((run / "summary.json").read_text())["after"]["loss"]
+    assert abs(packed_in - with_adapter) < 1e-4 and abs(with_adapter - after) < 1e-3
+
+
+def test_exports_that_are_not_to_be_had_are_one_sentence(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", label_rows(16))
+    folder, run = model_folder(tmp_path, "llama"), tmp_path / "run"
+    assert train(folder, rows, run, "--method", "tezo", "--lr", 0.01, steps=1).code == 0
+    ask = ("export", run, "--output", tmp_path / "out", "--format")
+    refused(tezo(*ask, "gguf"), "a base in GGUF", folder, "--model", "convert_hf_to_gguf.py")
+    refused(tezo(*ask, "lora", "--keep-tuned", "q8_0"), "--keep-tuned is q8_0", "--format gguf")
+    assert not (tmp_path / "out").exists()

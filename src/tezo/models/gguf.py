@@ -335,11 +335,8 @@ def write_gguf_lora(path: str | Path, alpha: int, pairs: Mapping[str, tuple[Tens
     import gguf
 
     tensors = {}
-    for module, (a_RI, b_OR) in pairs.items():
-        name = names.name(f"{module}.weight")
-        if name is None:
-            raise RequestError(f"{module} has no name in GGUF, which an adapter for llama.cpp needs; leave it out.")
-        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = a_RI, names.to_gguf(module, b_OR)
+    for name, (a_RI, b_OR) in in_gguf(pairs, names).items():
+        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = a_RI, b_OR
     writer = gguf.GGUFWriter(path, names.architecture)
     try:
         writer.add_type(gguf.GGUFType.ADAPTER)
@@ -352,6 +349,21 @@ def write_gguf_lora(path: str | Path, alpha: int, pairs: Mapping[str, tuple[Tens
         writer.write_tensors_to_file()
     finally:
         writer.close()
+
+
+def in_gguf(pairs: Mapping[str, tuple[Tensor, Tensor]], names: Names) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns name of a tensor in GGUF -> (A_RI, B_OR), its rows in llama.cpp's order, of module name -> the same.
+
+    Raises:
+        RequestError: a layer has no name in GGUF.
+    """
+    found = {}
+    for module, (a_RI, b_OR) in pairs.items():
+        name = names.name(f"{module}.weight")
+        if name is None:
+            raise RequestError(f"{module} has no name in GGUF, which an adapter for llama.cpp needs; leave it out.")
+        found[name] = a_RI, names.to_gguf(module, b_OR)
+    return found
 
 
 class GgufWeights(Mapping[str, Tensor]):

@@ -20,7 +20,7 @@ from tezo.engines.llama_cpp.plan import MOST_TEXTS, Numbers, Part, Plan, part_of
 from tezo.engines.llama_cpp.tensors import Tensors
 from tezo.engines.llama_cpp.watching import Layer, Listing, Watching
 from tezo.forward.engine import HEAD, Asked, Change, Continuing, Engine, LayerInputs, Told, Watch, joined, told_by
-from tezo.models.gguf import GGUF_FILE, FileNames, Names, write_gguf_lora
+from tezo.models.gguf import GGUF_FILE, FileNames, Names, in_gguf, write_gguf_lora
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.batch import packed_tree, plain_tree
 
@@ -128,6 +128,14 @@ class LlamaCpp(Engine):
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
     ) -> list[list[list[int]]]:
         return [self._generated(change, prompts, wanted) for change in changes]
+
+    def stored(self, change: Change) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns a change by the names and in the order of rows that the file has.
+
+        Raises:
+            RequestError: a layer has no name there.
+        """
+        return in_gguf(change, self._names)
 
     def save_beside(self, rank: int, change: Change, folder: Path) -> str:
         write_gguf_lora(folder / GGUF_FILE, rank, change, self._names)
