@@ -2,6 +2,7 @@
 
 import ctypes
 import ctypes.util
+import gc
 import math
 import struct
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tezo.engines.llama_cpp import library as libraries
-from tezo.engines.llama_cpp.layouts import ContextFields, LayoutError, ModelFields
+from tezo.engines.llama_cpp.layouts import ContextFields, LayoutError, ModelFields, ReadParameters
 from tezo.engines.llama_cpp.library import Library, find_library, load_library
 from tezo.system.errors import RequestError
 
@@ -150,3 +151,16 @@ def test_no_library_and_others_than_llama_cpp_are_one_sentence(monkeypatch, tmp_
         monkeypatch.setenv("TEZO_LLAMA_CPP", str(other))
         with pytest.raises(RequestError, match=r"lacks llama_backend_init, .* and others; install a newer one"):
             libraries.load_library()
+
+
+@engine
+def test_errors_are_heard_after_another_library_of_the_same_file_is_gone(tmp_path):
+    place, lib = find_library(), load_library()
+    assert place is not None
+    Library(place)
+    gc.collect()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF, and nothing of it")
+    lib.errors()
+    assert not lib.gguf_init_from_file(str(broken).encode(), ReadParameters(True, None))
+    assert lib.errors() and not lib.errors()

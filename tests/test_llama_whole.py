@@ -160,11 +160,12 @@ def test_a_run_is_exported_as_a_whole_file_with_the_losses_of_both(kind, tmp_pat
     assert done.code == 0, done.err
     found, summary = json.loads(done.out), json.loads((run / "summary.json").read_text())
     with_adapter, packed_in = found["losses"]
+    exact = 1e-5 if kind == "F32" else 1e-3  # packed products round their inputs, in groups of tokens
     assert found["matrices"] == 14 and found["notices"] == [] and "16 rows" in found["rows"]
-    assert with_adapter == pytest.approx(summary["after"]["loss"], abs=1e-5)
+    assert with_adapter == pytest.approx(summary["after"]["loss"], abs=exact)
     assert abs(packed_in - with_adapter) <= (1e-4 if kind == "F32" else 0.5)
     own = tezo("eval", tmp_path / "out/model.gguf", "--set", "model.engine=llama.cpp", "--data", rows, "--json")
-    assert json.loads(own.out)["loss"] == pytest.approx(packed_in, abs=1e-5)
+    assert json.loads(own.out)["loss"] == pytest.approx(packed_in, abs=exact)
     text = (tmp_path / "out/Modelfile").read_text()
     assert text.startswith("FROM ./model.gguf\nTEMPLATE") and "PARAMETER stop" in text
     said = tezo("export", run, "--output", tmp_path / "finer", "--format", "gguf", "--keep-tuned", "q8_0").out

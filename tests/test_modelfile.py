@@ -37,7 +37,7 @@ def in_go(template, messages):
     text = re.sub(r"{{ if not \.System }}(.*?){{ end }}", "" if system else r"\1", template, flags=re.DOTALL)
     form = r"(.*){{ range \.Messages }}(.*){{ end }}{{ end }}(.*)"
     before, body, after = re.fullmatch(form, text, re.DOTALL).groups()
-    branches = dict(re.findall(r'if eq \.Role "(\w+)" }}(.*?)(?:{{ else |$)', body, re.DOTALL))
+    branches = dict(re.findall(r'if eq \.Role "(\w+)" }}(.*?)(?:{{ else |\Z)', body, re.DOTALL))
     return before + "".join(branches[role].replace("{{ .Content }}", own) for role, own in messages) + after
 
 

@@ -48,6 +48,17 @@ LOG_CALLBACK = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 EVALUATION_CALLBACK = ctypes.CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
 """(tensor, whether its data is asked for, user data) -> whether it is wanted, or whether to go on."""
 
+_ERRORS: deque[str] = deque(maxlen=LAST_ERRORS)
+
+
+@LOG_CALLBACK
+def _logged(level: int, text: bytes, user: Any) -> None:
+    """Keeps errors. A library calls it until the process ends, whatever became of its `Library`."""
+    del user
+    if level == ERROR_LEVEL and (line := text.decode(errors="replace").strip()):
+        _ERRORS.append(line)
+
+
 _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "llama_backend_init": (None, []),
     "llama_log_set": (None, [LOG_CALLBACK, c_void_p]),
@@ -214,9 +225,7 @@ class Library:
         self._functions = _bound(place)
         found = self._functions.get("llama_version")
         self.name = f"{place.name} (llama.cpp {found().decode()})" if found is not None else place.name
-        self._errors: deque[str] = deque(maxlen=LAST_ERRORS)
-        self._log = LOG_CALLBACK(self._logged)  # kept as long as the library, which calls it
-        self.llama_log_set(self._log, None)
+        self.llama_log_set(_logged, None)
         self._start(place.path)
         try:
             check_batch(self)
@@ -241,14 +250,9 @@ class Library:
 
     def errors(self) -> str:
         """Returns the last messages of errors since the last call, on one line; "" if there were none."""
-        found = "; ".join(dict.fromkeys(self._errors))
-        self._errors.clear()
+        found = "; ".join(dict.fromkeys(_ERRORS))
+        _ERRORS.clear()
         return found
-
-    def _logged(self, level: int, text: bytes, user: Any) -> None:
-        del user
-        if level == ERROR_LEVEL and (line := text.decode(errors="replace").strip()):
-            self._errors.append(line)
 
     def _start(self, path: Path) -> None:
         self.llama_backend_init()
