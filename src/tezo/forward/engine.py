@@ -71,12 +71,12 @@ class LayerInputs:
     """Inputs of a layer at P places.
 
     Attributes:
-        at_PI: float32, at the places.
-        mean_PI: float32, means over the tokens up to each place; None: they were not asked for.
-        output_square: mean square of the layer's outputs at the places.
+        at_PI: at the places, float32 or as the model computes; None: these have no position.
+        mean_PI: means over the tokens up to each place; None: they were not asked for.
+        output_square: mean square of the layer's outputs at the places, or of their means.
     """
 
-    at_PI: Tensor
+    at_PI: Tensor | None
     mean_PI: Tensor | None
     output_square: float
 
@@ -217,6 +217,15 @@ class Engine(ABC):
         del change, asked
         layer = next(iter([*watch.inputs, *watch.added]), "a layer")
         raise RequestError(f"the inputs of {layer} cannot be read from {self.name}.")
+
+    def head_rows(self, tokens_X: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows of the output head for these tokens (X, D), and their bias (X,): float32.
+
+        Raises:
+            RequestError: the engine does not show them.
+        """
+        del tokens_X
+        raise RequestError(f"the output head cannot be read from {self.name}.")
 
     @abstractmethod
     def generate(

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tezo.engines.llama_cpp.file import GgufHeader
 from tezo.engines.llama_cpp.model import Context, LlamaModel
 from tezo.engines.llama_cpp.plan import MOST_TEXTS, Numbers, Part, Plan, part_of, plan_of
-from tezo.engines.llama_cpp.tensors import Tensors
+from tezo.engines.llama_cpp.tensors import WEIGHT, Tensors
+from tezo.engines.llama_cpp.values import rows_of
 from tezo.engines.llama_cpp.watching import Layer, Listing, Watching
 from tezo.forward.engine import HEAD, Asked, Change, Continuing, Engine, LayerInputs, Told, Watch, joined, told_by
 from tezo.models.gguf import GGUF_FILE, FileNames, Names, in_gguf, write_gguf_lora
@@ -121,8 +123,18 @@ class LlamaCpp(Engine):
         position_P = torch.tensor([len(text) - 1 for text in several])
         asked = Asked(several, places, position_P, torch.zeros(len(several), 0, dtype=torch.int64), 0)
         _, found = self.watch(change, asked, Watch([HEAD]))
-        number = {text: i for i, text in enumerate(several)}
-        return found[HEAD].at_PI[[number[tuple(text)] for text in texts]]
+        number, at_PI = {text: i for i, text in enumerate(several)}, found[HEAD].at_PI
+        assert at_PI is not None
+        return at_PI[[number[tuple(text)] for text in texts]]
+
+    def head_rows(self, tokens_X: Tensor) -> tuple[Tensor, Tensor]:
+        name, header = self._known(HEAD), GgufHeader(self._model.path)
+        weight_XD = torch.from_numpy(rows_of(header, name, tokens_X.numpy(), self._model.tokens))
+        bias = name.removesuffix(WEIGHT) + ".bias"
+        if bias not in header.tensors:
+            return weight_XD, torch.zeros(len(tokens_X))
+        bias_V1 = rows_of(header, bias, np.arange(self._model.tokens), self._model.tokens)
+        return weight_XD, torch.from_numpy(bias_V1)[tokens_X, 0]
 
     def generate(
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing

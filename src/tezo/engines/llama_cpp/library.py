@@ -51,12 +51,15 @@ EVALUATION_CALLBACK = ctypes.CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
 _ERRORS: deque[str] = deque(maxlen=LAST_ERRORS)
 
 
-@LOG_CALLBACK
 def _logged(level: int, text: bytes, user: Any) -> None:
-    """Keeps errors. A library calls it until the process ends, whatever became of its `Library`."""
+    """Keeps errors."""
     del user
     if level == ERROR_LEVEL and (line := text.decode(errors="replace").strip()):
         _ERRORS.append(line)
+
+
+_LOG = LOG_CALLBACK(_logged)
+"""A library calls it until the process ends, whatever became of its `Library`."""
 
 
 _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
@@ -225,7 +228,7 @@ class Library:
         self._functions = _bound(place)
         found = self._functions.get("llama_version")
         self.name = f"{place.name} (llama.cpp {found().decode()})" if found is not None else place.name
-        self.llama_log_set(_logged, None)
+        self.llama_log_set(_LOG, None)
         self._start(place.path)
         try:
             check_batch(self)

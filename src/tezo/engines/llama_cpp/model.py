@@ -28,6 +28,7 @@ class LlamaModel:
         vocabulary_only: whether its weights are left out.
 
     Attributes:
+        path: of the file.
         pointer: llama.cpp's model.
         vocabulary: llama.cpp's vocabulary.
         tokens: number of its tokens.
@@ -48,7 +49,7 @@ class LlamaModel:
                 f"model.name: {lib.name} cannot read {path} ({lib.errors() or 'it does not say why'}); give a GGUF "
                 "file of a model that it runs."
             )
-        self.lib, self.pointer = lib, pointer
+        self.lib, self.pointer, self.path = lib, pointer, path
         weakref.finalize(self, lib.llama_model_free, pointer)
         self.vocabulary = lib.llama_model_get_vocab(pointer)
         self.tokens: int = lib.llama_vocab_n_tokens(self.vocabulary)

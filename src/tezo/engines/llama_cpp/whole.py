@@ -9,11 +9,11 @@ from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
-from gguf.quants import dequantize
 from torch import Tensor
 
 from tezo.engines.llama_cpp.file import GgufHeader, StoredTensor
 from tezo.engines.llama_cpp.plan import Numbers
+from tezo.engines.llama_cpp.values import UNPACKED, unpack
 from tezo.system.errors import RequestError
 from tezo.system.files import new_file
 
@@ -21,12 +21,6 @@ AT_ONCE = 1 << 22
 """Values that are unpacked at a time."""
 BLOCK = 1 << 22
 """Bytes that are copied at a time."""
-UNPACKED = {
-    int(kind)
-    for name, kind in gguf.GGMLQuantizationType.__members__.items()
-    if name in ("F32", "F16") or hasattr(gguf.quants, name)
-}
-"""ggml's numbers of the types that can be unpacked."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +136,6 @@ def _repack(
         moved += float(np.square(change, dtype=np.float64).sum())
     before, after = (lib.ggml_type_name(own.kind).decode() for own in (stored, place))
     return Repacked(stored.name, before, after, (lost / moved) ** 0.5 if moved else 0.0)
-
-
-def unpack(packed: Numbers, kind: int) -> Numbers:
-    """Returns the values of rows, (rows, values) in float32, of their bytes (rows, bytes)."""
-    found: Numbers = dequantize(packed, gguf.GGMLQuantizationType(kind))
-    return found.astype(np.float32)
 
 
 def pack(lib: Any, values: Numbers, kind: int) -> Numbers:
