@@ -317,7 +317,7 @@ def test_what_llama_cpp_cannot_do_is_one_sentence(home, tmp_path, settings, part
 def test_a_model_that_is_no_file_and_a_damaged_one_are_one_sentence(home, tmp_path):
     rows = home / "labels.jsonl"
     done = train(home, rows, tmp_path / "run", "--engine", "llama.cpp")
-    refused(done, "config.json")
+    refused(done, "which reads GGUF files", home)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes((home / "tiny.gguf").read_bytes()[:-4000])
     refused(train(broken, rows, tmp_path / "run", "--engine", "llama.cpp"), "broken.gguf")

@@ -191,7 +191,7 @@ def test_a_run_in_torch_on_a_file_is_exported_too(tmp_path):
 def test_exports_that_are_not_to_be_had_are_one_sentence(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", label_rows(16))
     folder, run = model_folder(tmp_path, "llama"), tmp_path / "run"
-    assert train(folder, rows, run, "--method", "tezo", "--lr", 0.01, steps=1).code == 0
+    assert train(folder, rows, run, steps=1, method__name="tezo").code == 0
     ask = ("export", run, "--output", tmp_path / "out", "--format")
     refused(tezo(*ask, "gguf"), "a base in GGUF", folder, "--model", "convert_hf_to_gguf.py")
     refused(tezo(*ask, "lora", "--keep-tuned", "q8_0"), "--keep-tuned is q8_0", "--format gguf")

@@ -94,6 +94,6 @@ class GgufForCausalLM(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raises a `RequestError`."""
         raise RequestError(
-            f"the layers of {self.name_or_path} are computed by llama.cpp alone, and this setting needs torch to "
-            "compute them; set another one, or give the model's folder with safetensors."
+            f"the layers of {self.name_or_path} are computed by llama.cpp alone, and a basis of activations needs "
+            "torch to compute them; set method.name=gauss-newton, or method.basis=gaussian."
         )
