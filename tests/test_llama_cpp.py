@@ -226,7 +226,7 @@ def test_a_run_that_stops_anywhere_goes_on_to_the_bit_and_is_replayed(home, tmp_
 def test_the_result_is_read_by_llama_cpp_itself_with_the_figures_of_the_run(home, tmp_path):
     done = train(home / "packed.gguf", home / "labels.jsonl", tmp_path / "run", "--engine", "llama.cpp",
                  "--test", home / "labels.jsonl", train__keep_best=False)  # fmt: skip
-    assert done.code == 0 and "llama.cpp:  --lora" in done.out, done.err
+    assert done.code == 0 and "llama.cpp:  llama-server -m" in done.out and "Ollama:  tezo export" in done.out, done.err
     lora = str(tmp_path / "run/adapter/adapter.gguf")
     context = Context(LlamaModel(home / "packed.gguf"), 64)
     few = write_rows(tmp_path / "few.jsonl", label_rows(4))

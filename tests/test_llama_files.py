@@ -148,3 +148,21 @@ def test_damaged_files_and_those_of_other_things_are_one_sentence(tmp_path):
     writer.add_type(gguf.GGUFType.ADAPTER)
     finish(writer)
     refused(train(adapter, rows, tmp_path / "run", "--engine", "llama.cpp"), "of the type 'adapter'")
+
+
+def test_a_run_by_the_names_of_its_file_says_how_it_is_used_and_what_it_is_not_for(tmp_path):
+    model, rows = write_model(tmp_path / "model.gguf", "gemma3"), write_rows(tmp_path / "rows.jsonl", label_rows(16))
+    run = tmp_path / "run"
+    done = train(model, rows, run, "--engine", "llama.cpp", steps=1, method__name="tezo")
+    assert done.code == 0, done.err
+    adapter = run / "adapter/adapter.gguf"
+    for line in (f"llama.cpp:  llama-server -m {model} --lora {adapter}", "ollama create NAME", "not for PEFT: "):
+        assert line in done.out
+    assert "PeftModel" not in done.out
+    card = (run / "adapter/README.md").read_text()
+    assert "llama-server -m model.gguf --lora" in card and "PeftModel" not in card and str(tmp_path) not in card
+    assert tezo("export", run, "--output", tmp_path / "out", "--format", "gguf-lora").code == 0
+    assert (tmp_path / "out/adapter.gguf").read_bytes() == adapter.read_bytes()
+    for form in ("lora", "merged"):
+        refused(tezo("export", run, "--output", tmp_path / form, "--format", form), "model.engine", "llama.cpp", "gguf")
+    refused(tezo("eval", run, "--data", rows, "--set", "model.engine=torch"), "set model.engine=llama.cpp")

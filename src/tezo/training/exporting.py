@@ -2,13 +2,14 @@
 
 import copy
 import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tezo.models.gguf import check_gguf, is_gguf, save_gguf
+from tezo.models.gguf import GGUF_FILE, check_gguf, is_gguf, save_gguf
 from tezo.models.kinds import MEAN, CarriedLabels, kind_of
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.lora import load_adapter, merge_adapter, next_allowed, save_adapter, save_model
@@ -69,6 +70,10 @@ def export_run(
     ]
     config = _checked_config(run, output, form, [*settings, *([("model.name", model)] if model else [])])
     saved, peft = run / ADAPTER, config.model.peft
+    if form == GGUF and (saved / GGUF_FILE).is_file():  # which the engine of the run has written
+        with current().phase(SAVING), new_folder(output) as folder:
+            shutil.copyfile(saved / GGUF_FILE, folder / GGUF_FILE)
+        return None
     if not saved.is_dir():
         kind, dtype = config.model.kind, config.model.dtype
         loaded = load_model(str(run / MODEL), kind=kind, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -150,8 +155,9 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
         else:
             check_in_peft(adapter, model, folder)
             save_adapter(adapter, folder, model=model, base=base_in_peft(config.model.name, model))
-            save_card(adapter, folder, model, config.model.name, loaded.fingerprint, tuning)
-            return next_allowed(adapter.rank)
+            rank = next_allowed(adapter.rank)
+            save_card(folder, Saved("lora", config.model.name, loaded.kind, rank), loaded.fingerprint, tuning)
+            return rank
     return None
 
 
