@@ -192,7 +192,8 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
         padded = f", {in_file} in its file" if in_file > made["rank"] else ""
         print(f"LoRA adapter of rank {made['rank']}{padded}: {result}")
         alone = made.get("why_not_in_peft")
-        print(f"  not for PEFT: {alone}" if alone else in_peft)
+        unfit = "not for PEFT" if "engine_file" in made else "for tezo alone"
+        print(f"  {unfit}: {alone}" if alone else in_peft)
         for program, command in uses(summary, output):
             print(f"  {program}:  {command}")
     elif made["kind"] == "peft":

@@ -94,9 +94,10 @@ def check_model(found: Mapping[str, Any], own: Fingerprint, *, packed_alike: boo
     classes = [part.get("config.class") for part in (found, own)]
     if classes[0] != classes[1] and _BY_FILE in classes:
         engines = ["llama.cpp" if each == _BY_FILE else "torch" for each in classes]
+        forms = "of export, gguf and gguf-lora" if classes[0] == _BY_FILE else "of export, lora and merged"
         raise RequestError(
             f"model.engine: the run began in {engines[0]}, where layers of this file have other names than in "
-            f"{engines[1]}; set model.engine={engines[0]} (of export, the formats gguf and gguf-lora fit both)."
+            f"{engines[1]}; set model.engine={engines[0]} ({forms} are its formats)."
         )
     alike = found.get("versions") == own["versions"]
     in_one_form = packed_alike and found.get("form") == own.get("form")

@@ -1,0 +1,75 @@
+"""One file and one engine: is it tuned, is the result exported, and is that read back by llama.cpp itself?"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from architectures import write_model
+from folders import label_rows, write_rows
+
+from tezo.engines.llama_cpp.file import GgufHeader
+from tezo.system.errors import TezoError
+from tezo.training.exporting import export_whole
+from tezo.training.loop import train
+from tezo.training.settings import parse_config
+
+ROWS = 16
+READ_BACK = 0.02
+"""Difference of losses that packed products may make, whose inputs are rounded in groups of tokens."""
+REFUSED = "refused"
+
+
+def tried(architecture, kind, engine, folder):
+    """Tunes a tiny random model for a round, and writes it whole.
+
+    Returns {"engine", "before", "after": losses of the rows, untuned and after the run, "with_adapter", "file": those
+    of the adapter and of the whole file in llama.cpp, "lost": largest part of a matrix's change that packing lost,
+    "layers": number of those changed, "notices"}, or {"refused": why}.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model, rows = folder / "model.gguf", folder / "rows.jsonl"
+    write_model(model, architecture, kind)
+    write_rows(rows, label_rows(ROWS))
+    config = parse_config(
+        {
+            "model": {"name": str(model), "engine": engine},
+            "data": {"train": str(rows), "test": str(rows)},
+            "method": {"name": "gauss-newton", "rank": 4, "num_directions": 4},
+            "train": {"steps": 1, "batch_size": ROWS, "keep_best": False},
+        }
+    )
+    config = replace(config, train=replace(config.train, guard=False))
+    try:
+        summary = train(config, folder / "run")
+        whole = export_whole(folder / "run", folder / "out")
+    except TezoError as error:
+        return {REFUSED: str(error).replace(str(folder), "").replace("/model.gguf", "the file")}
+    assert whole.losses is not None, whole.notices
+    changed = {name for name, own in GgufHeader(model).tensors.items()
+               if data_of(model, own) != data_of(whole.path, GgufHeader(whole.path).tensors[name])}  # fmt: skip
+    return {
+        "engine": engine,
+        "before": summary["before"]["loss"],
+        "after": summary["after"]["loss"],
+        "with_adapter": whole.losses[0],
+        "file": whole.losses[1],
+        "lost": whole.lost,
+        "layers": len(changed),
+        "notices": [notice for notice in summary["notices"] if "tuned" in notice],
+    }
+
+
+def data_of(path, stored):
+    with Path(path).open("rb") as file:
+        file.seek(stored.start)
+        return file.read(stored.size)
+
+
+def holds(found, kind):
+    """Whether a file was tuned, and its result read back from the file of the run and from the whole one."""
+    if REFUSED in found:
+        return False
+    exact = 1e-4 if kind == "F32" else READ_BACK
+    change = found["before"] - found["after"]
+    # torch does not round the inputs of packed products
+    is_read_back = found["engine"] == "torch" or abs(found["with_adapter"] - found["after"]) <= exact
+    return change > 0 and is_read_back and abs(found["file"] - found["with_adapter"]) <= max(exact, change)
