@@ -43,7 +43,7 @@ ARCHITECTURES = {
     "llama": GROUPED,
     "mistral3": GROUPED,
     "qwen2": GROUPED,
-    "qwen3": GROUPED,
+    "qwen3": GROUPED | {"attention.key_length": 64, "attention.value_length": 64},
     "qwen3moe": GROUPED | MIXTURE,
     "gemma": {"attention.key_length": 64, "attention.value_length": 64},
     "gemma2": GROUPED | WINDOW | {"attention.key_length": 64, "attention.value_length": 64},
@@ -90,6 +90,10 @@ ARCHITECTURES = {
     "arcee": GROUPED,
 }
 """Architecture -> keys of its metadata, beside those that all have."""
+
+BIASED = {"llama": (), "qwen2": ("attn_q", "attn_k", "attn_v"), "qwen3": ()}
+"""Architecture that transformers reads from GGUF -> its layers with a bias. llama.cpp also takes others, and factors of
+rotations."""
 
 TYPES = {
     "F32": "F32", "F16": "F16", "BF16": "BF16", "Q8_0": "Q8_0", "Q5_0": "Q5_0", "Q4_K_M": "Q4_K", "Q6_K": "Q6_K",
@@ -218,6 +222,10 @@ def write_model(path, architecture, kind="F32", seed=0, change=None):
     writer = writer_of(path, architecture)
     for name, shape in shapes(architecture).items():
         if name.startswith("cls.") or name.endswith("scale"):  # of classifiers, and of a type that is not written
+            continue
+        biased = BIASED.get(architecture)
+        is_optional = name.startswith("rope_freqs") or name.endswith(".bias")
+        if biased is not None and is_optional and name.split(".")[-2] not in biased:
             continue
         own, x = kind_of_tensor(name, shape, kind), values(name, shape, seed) + (change or {}).get(name, 0.0)
         if own == gguf.GGMLQuantizationType.F32:

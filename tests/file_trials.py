@@ -68,8 +68,8 @@ def holds(found, kind):
     """Whether a file was tuned, and its result read back from the file of the run and from the whole one."""
     if REFUSED in found:
         return False
-    exact = 1e-4 if kind == "F32" else READ_BACK
+    exact = 1e-3 if kind == "F32" else READ_BACK
     change = found["before"] - found["after"]
-    # torch does not round the inputs of packed products
-    is_read_back = found["engine"] == "torch" or abs(found["with_adapter"] - found["after"]) <= exact
+    is_apart = found["engine"] == "torch" and kind != "F32"  # torch does not round the inputs of packed products
+    is_read_back = abs(found["with_adapter"] - found["after"]) <= (1.0 if is_apart else exact)
     return change > 0 and is_read_back and abs(found["file"] - found["with_adapter"]) <= max(exact, change)

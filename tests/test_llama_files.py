@@ -6,11 +6,12 @@ import math
 import gguf
 import pytest
 import torch
-from architectures import ARCHITECTURES, TYPES, finish, makes_models, shapes, write_model
+from architectures import ARCHITECTURES, MIXTURE, TYPES, finish, makes_models, shapes, write_model
 from folders import completion_rows, label_rows, refused, tezo, train, write_rows
 
-from tezo.engines.llama_cpp.loading import ROUTER, load_by_file
+from tezo.engines.llama_cpp.loading import ROUTER, load_by_file, load_llama_cpp
 from tezo.forward.engine import HEAD, Asked, Watch
+from tezo.models.kinds import ModelConfig
 
 pytestmark = [
     pytest.mark.engine,
@@ -166,3 +167,18 @@ def test_a_run_by_the_names_of_its_file_says_how_it_is_used_and_what_it_is_not_f
     for form in ("lora", "merged"):
         refused(tezo("export", run, "--output", tmp_path / form, "--format", form), "model.engine", "llama.cpp", "gguf")
     refused(tezo("eval", run, "--data", rows, "--set", "model.engine=torch"), "set model.engine=llama.cpp")
+
+
+@pytest.mark.parametrize(("architecture", "more"), [("qwen3", {}), ("llama", MIXTURE)])
+def test_a_file_that_transformers_takes_for_another_is_loaded_by_its_names(architecture, more, tmp_path, monkeypatch):
+    """transformers has heads of 128 in each Qwen3, and another class for a Llama with experts, which is Mixtral."""
+    monkeypatch.setitem(ARCHITECTURES, architecture, ARCHITECTURES[architecture] | more)
+    shapes.cache_clear()
+    try:
+        loaded = load_llama_cpp(
+            ModelConfig(name=str(write_model(tmp_path / "model.gguf", architecture)), engine="llama.cpp")
+        )
+    finally:
+        shapes.cache_clear()
+    assert "blk.0.attn_q" in dict(loaded.model.named_modules())
+    assert (log_probs(loaded.engine, random_change(loaded)) - log_probs(loaded.engine)).abs().max() > 1e-3

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from tezo.engines.llama_cpp.engine import BLOCK, LlamaCpp
 from tezo.engines.llama_cpp.file import GgufHeader
 from tezo.engines.llama_cpp.library import load_library
@@ -34,10 +36,25 @@ def load_llama_cpp(config: ModelConfig) -> LoadedModel:
     """
     load_library()
     path = file_of(config.name)
-    if GgufHeader(path).text("general.architecture") not in ARCHITECTURES.values():
-        return load_by_file(path)
-    loaded, path = load_in_file(config.name)
-    return replace(loaded, engine=LlamaCpp(LlamaModel(path), GgufNames(loaded.model)))
+    known = GgufHeader(path).text("general.architecture") in ARCHITECTURES.values()
+    return (_load_as_in_transformers(config.name) if known else None) or load_by_file(path)
+
+
+def _load_as_in_transformers(name: str) -> LoadedModel | None:
+    """Loads a file with the names of transformers; None: that does not read it, or expects layers of other sizes."""
+    try:
+        loaded, path = load_in_file(name)
+    except RequestError:
+        return None
+    names = GgufNames(loaded.model)
+    engine = LlamaCpp(LlamaModel(path), names)
+    for module, layer in loaded.model.named_modules():
+        weight = names.name(f"{module}{WEIGHT}") or ""
+        if isinstance(layer, nn.Linear) and weight.startswith(BLOCK):
+            found = engine.layers.get(weight)
+            if found is None or (found.inputs, found.outputs) != (layer.in_features, layer.out_features):
+                return None
+    return replace(loaded, engine=engine)
 
 
 def file_of(name: str) -> str:
