@@ -21,9 +21,10 @@ from tezo.runs.environment import hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from architectures import ARCHITECTURES, TYPES
-from file_trials import REFUSED, tried
+from file_trials import REFUSED, holds, tried
 
 ENGINES = ("llama.cpp", "torch")
+FIRST = ("F32", "Q4_K_M", "Q8_0")
 
 
 def main() -> None:
@@ -37,16 +38,17 @@ def main() -> None:
     if path.exists():
         done = json.loads(path.read_text(encoding="utf-8"))
     done |= {"library": load_library().name, "commit": commit(), "hardware": hardware(), "versions": versions()}
-    for architecture in ARCHITECTURES:
-        for engine in ENGINES:
-            for kind in TYPES:
+    for kind in sorted(TYPES, key=[*FIRST, *TYPES].index):
+        for architecture in ARCHITECTURES:
+            for engine in ENGINES:
                 key = f"{architecture} {kind} {engine}"
                 first = done["trials"].get(f"{architecture} F32 {engine}", {})
                 is_refused = engine == "torch" and REFUSED in first  # for its architecture
                 if key in done["trials"] or is_refused or not any(part in architecture for part in given.only):
                     continue
                 with tempfile.TemporaryDirectory() as folder:
-                    done["trials"][key] = tried(architecture, kind, engine, Path(folder))
+                    found = tried(architecture, kind, engine, Path(folder))
+                done["trials"][key] = found | {"holds": holds(found, kind)}
                 path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
                 print(key, done["trials"][key], flush=True)
 

@@ -57,6 +57,42 @@ def engine_runs() -> str:
     )
 
 
+def any_file() -> str:
+    """Architecture x type x engine: whether a file was tuned, and the result exported and read back."""
+    found = read("any_file")
+    trials, kinds = found["trials"], ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q4_K_M", "Q6_K", "IQ4_NL")
+    rows, reasons = [], dict[str, list[str]]()
+    for architecture in dict.fromkeys(key.split()[0] for key in trials):
+        cells = []
+        for engine in ("llama.cpp", "torch"):
+            of = {kind: trials.get(f"{architecture} {kind} {engine}") for kind in kinds}
+            if engine == "torch":
+                of = {kind: own or (of["F32"] if "refused" in (of["F32"] or {}) else None) for kind, own in of.items()}
+            cells.append({kind: _verdict(own) for kind, own in of.items()})
+            for own in of.values():
+                if own and "refused" in own:
+                    why = own["refused"].replace(f" {architecture} ", " X ")
+                    reasons.setdefault(f"{engine}: {why}", []).append(architecture)
+        here = [*cells[0].values()]
+        in_torch = list(dict.fromkeys(cells[1].values()))
+        by_kind = ", ".join(f"{kind} {own}" for kind, own in cells[1].items())
+        rows.append([architecture, *here, in_torch[0] if len(in_torch) == 1 else by_kind, "-"])
+    heads = ["", *(f"llama.cpp {kind}" for kind in kinds), "torch", "vLLM"]
+    lines = [f"- {why} ({', '.join(dict.fromkeys(names))})" for why, names in reasons.items()]
+    counted = [own for own in trials.values() if "refused" not in own]
+    held = sum(own["holds"] for own in counted)
+    return grid(heads, rows) + (
+        f"\n{held} of the {len(counted)} trials that were not refused held. The library is {found['library']}; "
+        f"`python benchmarks/any_file.py`; {machine(found)}.\n\nRefused:\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+def _verdict(trial: dict[str, Any] | None) -> str:
+    if trial is None:
+        return "-"
+    return "refused" if "refused" in trial else "yes" if trial["holds"] else "no"
+
+
 def real_tasks() -> str:
     """What methods learn of real rows, beside LoRA: test loss and accuracy, and passes; of several rates the best."""
     found = read("real_tasks")
@@ -171,6 +207,7 @@ def _passes(run: dict[str, Any]) -> float:
 
 
 ENGINE_TABLES: dict[str, Callable[[], str]] = {
+    "any-file": any_file,
     "engines": engines,
     "engine-runs": engine_runs,
     "real-tasks": real_tasks,
