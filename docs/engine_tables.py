@@ -70,26 +70,27 @@ def any_file() -> str:
                 of = {kind: own or (of["F32"] if "refused" in (of["F32"] or {}) else None) for kind, own in of.items()}
             cells.append({kind: _verdict(own) for kind, own in of.items()})
             for own in of.values():
-                if own and "refused" in own:
-                    why = own["refused"].replace(f" {architecture} ", " X ")
-                    reasons.setdefault(f"{engine}: {why}", []).append(architecture)
+                if why := (own or {}).get("refused") or (own or {}).get("not exported"):
+                    reasons.setdefault(f"{engine}: {why.replace(f' {architecture} ', ' X ')}", []).append(architecture)
         here = [*cells[0].values()]
         in_torch = list(dict.fromkeys(cells[1].values()))
         by_kind = ", ".join(f"{kind} {own}" for kind, own in cells[1].items())
         rows.append([architecture, *here, in_torch[0] if len(in_torch) == 1 else by_kind, "-"])
     heads = ["", *(f"llama.cpp {kind}" for kind in kinds), "torch", "vLLM"]
     lines = [f"- {why} ({', '.join(dict.fromkeys(names))})" for why, names in reasons.items()]
-    counted = [own for own in trials.values() if "refused" not in own]
+    counted = [own for own in trials.values() if "file" in own]
     held = sum(own["holds"] for own in counted)
     return grid(heads, rows) + (
-        f"\n{held} of the {len(counted)} trials that were not refused held. The library is {found['library']}; "
-        f"`python benchmarks/any_file.py`; {machine(found)}.\n\nRefused:\n\n" + "\n".join(lines) + "\n"
+        f"\n{held} of the {len(counted)} trials that wrote a whole file held. The library is {found['library']}; "
+        f"`python benchmarks/any_file.py`; {machine(found)}.\n\nReasons:\n\n" + "\n".join(lines) + "\n"
     )
 
 
 def _verdict(trial: dict[str, Any] | None) -> str:
     if trial is None:
         return "-"
+    if "not exported" in trial:
+        return "tuned"
     return "refused" if "refused" in trial else "yes" if trial["holds"] else "no"
 
 

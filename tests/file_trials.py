@@ -1,6 +1,5 @@
 """One file and one engine: is it tuned, is the result exported, and is that read back by llama.cpp itself?"""
 
-from dataclasses import replace
 from pathlib import Path
 
 from architectures import write_model
@@ -15,7 +14,7 @@ from tezo.training.settings import parse_config
 ROWS = 16
 READ_BACK = 0.02
 """Difference of losses that packed products may make, whose inputs are rounded in groups of tokens."""
-REFUSED = "refused"
+REFUSED, NOT_EXPORTED = "refused", "not exported"
 
 
 def tried(architecture, kind, engine, folder):
@@ -23,7 +22,8 @@ def tried(architecture, kind, engine, folder):
 
     Returns {"engine", "before", "after": losses of the rows, untuned and after the run, "with_adapter", "file": those
     of the adapter and of the whole file in llama.cpp, "lost": largest part of a matrix's change that packing lost,
-    "layers": number of those changed, "notices"}, or {"refused": why}.
+    "layers": number of those changed, "notices"}, or {"refused": why}; {"not exported": why}
+    stands in the place of those behind "after".
     """
     folder.mkdir(parents=True, exist_ok=True)
     model, rows = folder / "model.gguf", folder / "rows.jsonl"
@@ -32,24 +32,28 @@ def tried(architecture, kind, engine, folder):
     config = parse_config(
         {
             "model": {"name": str(model), "engine": engine},
-            "data": {"train": str(rows), "test": str(rows)},
+            "data": {"train": str(rows), "dev": str(rows), "test": str(rows)},
             "method": {"name": "gauss-newton", "rank": 4, "num_directions": 4},
-            "train": {"steps": 1, "batch_size": ROWS, "keep_best": False},
+            "train": {"steps": 1, "batch_size": ROWS},
         }
     )
-    config = replace(config, train=replace(config.train, guard=False))
+
+    def said(error):
+        return str(error).replace(f"{folder}/model.gguf", "the file")
+
     try:
         summary = train(config, folder / "run")
+    except TezoError as error:
+        return {REFUSED: said(error)}
+    losses = {"engine": engine} | {when: summary[when]["loss"] for when in ("before", "after")}
+    try:
         whole = export_whole(folder / "run", folder / "out")
     except TezoError as error:
-        return {REFUSED: str(error).replace(str(folder), "").replace("/model.gguf", "the file")}
+        return losses | {NOT_EXPORTED: said(error)}
     assert whole.losses is not None, whole.notices
     changed = {name for name, own in GgufHeader(model).tensors.items()
                if data_of(model, own) != data_of(whole.path, GgufHeader(whole.path).tensors[name])}  # fmt: skip
-    return {
-        "engine": engine,
-        "before": summary["before"]["loss"],
-        "after": summary["after"]["loss"],
+    return losses | {
         "with_adapter": whole.losses[0],
         "file": whole.losses[1],
         "lost": whole.lost,
@@ -66,7 +70,7 @@ def data_of(path, stored):
 
 def holds(found, kind):
     """Whether a file was tuned, and its result read back from the file of the run and from the whole one."""
-    if REFUSED in found:
+    if REFUSED in found or NOT_EXPORTED in found:
         return False
     exact = 1e-3 if kind == "F32" else READ_BACK
     change = found["before"] - found["after"]

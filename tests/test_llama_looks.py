@@ -11,6 +11,7 @@ from gguf_files import tiny_llama, write_gguf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tezo.engines.llama_cpp.engine import LlamaCpp
 from tezo.models.gguf import GgufWeights
 from tezo.training.job import prepare
 from tezo.training.loop import train as run_config
@@ -55,6 +56,17 @@ def test_directions_that_a_look_finds_in_the_engine_are_torchs(home, rows):
         assert mine.signals == pytest.approx(theirs.signals, abs=1e-3)
         changes = [look.columns.changes_2ER for look in looks]
         assert (changes[0] - changes[1]).norm() <= 1e-3 * changes[1].norm()
+
+
+def test_torch_looks_where_an_engine_does_not_show_layers(home, tmp_path, monkeypatch):
+    made, summaries = config(home / "tiny.gguf", home / "labels.jsonl"), []
+    for shows in (True, False):
+        if not shows:
+            monkeypatch.setattr(LlamaCpp, "watches", lambda self, module: False)
+            monkeypatch.delattr(LlamaCpp, "watch")
+        summaries.append(run_config(made, tmp_path / f"{shows}"))
+    fell = [own["before"]["loss"] - own["after"]["loss"] for own in summaries]
+    assert fell[0] > 1e-3 and fell[0] == pytest.approx(fell[1], rel=0.02)
 
 
 @pytest.mark.parametrize("rows", ROWS)
