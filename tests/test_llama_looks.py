@@ -62,7 +62,7 @@ def test_torch_looks_where_an_engine_does_not_show_layers(home, tmp_path, monkey
     made, summaries = config(home / "tiny.gguf", home / "labels.jsonl"), []
     for shows in (True, False):
         if not shows:
-            monkeypatch.setattr(LlamaCpp, "watches", lambda self, module: False)
+            monkeypatch.setattr(LlamaCpp, "watches", lambda *_: False)
             monkeypatch.delattr(LlamaCpp, "watch")
         summaries.append(run_config(made, tmp_path / f"{shows}"))
     fell = [own["before"]["loss"] - own["after"]["loss"] for own in summaries]
