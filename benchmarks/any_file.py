@@ -21,7 +21,7 @@ from tezo.runs.environment import hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from architectures import ARCHITECTURES, TYPES
-from file_trials import REFUSED, holds, tried
+from file_trials import LARGE, REFUSED, holds, tried
 
 ENGINES = ("llama.cpp", "torch")
 FIRST = ("F32", "Q4_K_M", "Q8_0")
@@ -44,7 +44,8 @@ def main() -> None:
                 key = f"{architecture} {kind} {engine}"
                 first = done["trials"].get(f"{architecture} F32 {engine}", {})
                 is_refused = engine == "torch" and REFUSED in first  # for its architecture
-                if key in done["trials"] or is_refused or not any(part in architecture for part in given.only):
+                is_left_out = is_refused or (architecture in LARGE and kind != "F32")
+                if key in done["trials"] or is_left_out or not any(part in architecture for part in given.only):
                     continue
                 with tempfile.TemporaryDirectory() as folder:
                     found = tried(architecture, kind, engine, Path(folder))

@@ -15,6 +15,8 @@ STEP = {"name": "gauss-newton", "rank": 4, "num_directions": 4}
 PLAIN = {"name": "tezo", "rank": 4, "lr": 0.01}
 WAYS = ((16, STEP), (48, STEP), (16, PLAIN))
 """Rows and method: more rows where a step on few is not taken, since others do not bear it out, then another method."""
+LARGE = {"gemma3n"}
+"""Has no fewer than 22 blocks, and is tried in float32 alone."""
 READ_BACK = 0.02
 """Difference of losses that packed products may make, whose inputs are rounded in groups of tokens."""
 REFUSED, NOT_EXPORTED = "refused", "not exported"

@@ -5,7 +5,7 @@ docs/any-file.md has what these trials found; `benchmarks/any_file.py` repeats t
 
 import pytest
 from architectures import ARCHITECTURES, TYPES, makes_models
-from file_trials import REFUSED, holds, tried
+from file_trials import LARGE, REFUSED, holds, tried
 
 pytestmark = [
     pytest.mark.engine,
@@ -14,7 +14,12 @@ pytestmark = [
 DIAGONAL = {("qwen3", "F32"), ("gpt2", "BF16"), ("qwen3moe", "Q8_0"), ("gemma3", "Q5_0"), ("phi3", "Q4_K_M"),
             ("stablelm", "F16"), ("olmo2", "Q6_K"), ("granite", "IQ4_NL")}  # fmt: skip
 """What the fast tests have: each type once."""
-EVERY = [(architecture, kind) for architecture in ARCHITECTURES for kind in TYPES]
+EVERY = [
+    (architecture, kind)
+    for architecture in ARCHITECTURES
+    for kind in TYPES
+    if kind == "F32" or architecture not in LARGE
+]
 
 
 @pytest.mark.parametrize(
