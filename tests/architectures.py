@@ -203,7 +203,9 @@ def kind_of_tensor(name, shape, kind):
     own = TYPES[kind]
     if kind == "Q4_K_M":
         own = "Q6_K" if "ffn_down" in name or "token_embd" in name else "Q5_0" if "attn_v" in name else own
-    return gguf.GGMLQuantizationType[own]
+    found = gguf.GGMLQuantizationType[own]
+    entries, _ = gguf.GGML_QUANT_SIZES[found]
+    return gguf.GGMLQuantizationType.F16 if shape[0] % entries else found  # as llama.cpp does, for narrow matrices
 
 
 def packed(x, kind):
