@@ -2,9 +2,9 @@
 
     python benchmarks/any_file.py [--only PART ...] [--out benchmarks/results]
 
-Each file is tuned by gauss-newton for one round in llama.cpp, and in torch where transformers reads it; the result is
-written as a whole file and read back by llama.cpp's library. Writes any_file.json after each, and leaves out those that
-it has.
+Each file is tuned by gauss-newton for one round in llama.cpp, and in torch where that holds of a file in F32; the
+result is written as a whole file and read back by llama.cpp's library. Writes any_file.json after each, and leaves out
+those that it has.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tezo.runs.environment import hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from architectures import ARCHITECTURES, TYPES
-from file_trials import LARGE, REFUSED, holds, tried
+from file_trials import LARGE, holds, tried
 
 ENGINES = ("llama.cpp", "torch")
 FIRST = ("F32", "Q4_K_M", "Q8_0")
@@ -43,13 +43,13 @@ def main() -> None:
             for engine in ENGINES:
                 key = f"{architecture} {kind} {engine}"
                 first = done["trials"].get(f"{architecture} F32 {engine}", {})
-                is_refused = engine == "torch" and REFUSED in first  # for its architecture
+                is_refused = engine == "torch" and not first.get("holds", True)  # for its architecture
                 is_left_out = is_refused or (architecture in LARGE and kind != "F32")
                 if key in done["trials"] or is_left_out or not any(part in architecture for part in given.only):
                     continue
                 with tempfile.TemporaryDirectory() as folder:
                     found = tried(architecture, kind, engine, Path(folder))
-                done["trials"][key] = found | {"holds": holds(found, kind)}
+                done["trials"][key] = found | {"holds": holds(found, architecture, kind)}
                 path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
                 print(key, done["trials"][key], flush=True)
 

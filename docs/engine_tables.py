@@ -63,21 +63,20 @@ def any_file() -> str:
     trials, kinds = found["trials"], ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q4_K_M", "Q6_K", "IQ4_NL")
     rows, reasons = [], dict[str, list[str]]()
     for architecture in dict.fromkeys(key.split()[0] for key in trials):
-        cells = []
-        for engine in ("llama.cpp", "torch"):
-            of = {kind: trials.get(f"{architecture} {kind} {engine}") for kind in kinds}
-            if engine == "torch":
-                of = {kind: own or (of["F32"] if "refused" in (of["F32"] or {}) else None) for kind, own in of.items()}
-            cells.append({kind: _verdict(own) for kind, own in of.items()})
-            for own in of.values():
-                if why := (own or {}).get("refused") or (own or {}).get("not exported"):
-                    reasons.setdefault(f"{engine}: {why.replace(f' {architecture} ', ' X ')}", []).append(architecture)
-        here = [*cells[0].values()]
-        in_torch = list(dict.fromkeys(cells[1].values()))
-        by_kind = ", ".join(f"{kind} {own}" for kind, own in cells[1].items())
-        rows.append([architecture, *here, in_torch[0] if len(in_torch) == 1 else by_kind, "-"])
+        here, in_torch = (
+            {kind: _verdict(trials.get(f"{architecture} {kind} {engine}")) for kind in kinds}
+            for engine in ("llama.cpp", "torch")
+        )
+        tried = {own: [kind for kind in kinds if in_torch[kind] == own] for own in in_torch.values() if own != "-"}
+        whole = [own if len(of) == len(kinds) else f"{own} ({', '.join(of)})" for own, of in tried.items()]
+        rows.append([architecture, *here.values(), "; ".join(whole) or "-", "-"])
+    for key, own in trials.items():
+        if why := own.get("refused") or own.get("not exported"):
+            architecture, _, engine = key.split()
+            of = reasons.setdefault(f"{engine}: {why.replace(f' {architecture} ', ' X ')}", [])
+            of += [] if architecture in of else [architecture]
     heads = ["", *(f"llama.cpp {kind}" for kind in kinds), "torch", "vLLM"]
-    lines = [f"- {why} ({', '.join(dict.fromkeys(names))})" for why, names in reasons.items()]
+    lines = [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
     counted = [own for own in trials.values() if "file" in own]
     held = sum(own["holds"] for own in counted)
     return grid(heads, rows) + (

@@ -28,7 +28,7 @@ EVERY = [
 )
 def test_a_file_is_tuned_saved_exported_and_read_back(architecture, kind, tmp_path):
     found = tried(architecture, kind, "llama.cpp", tmp_path)
-    assert holds(found, kind), found
+    assert holds(found, architecture, kind), found
     assert found["layers"] > 0
     assert any("mixture" in notice for notice in found["notices"]) == ("expert_count" in ARCHITECTURES[architecture])
 
@@ -37,4 +37,4 @@ def test_a_file_is_tuned_saved_exported_and_read_back(architecture, kind, tmp_pa
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_so_it_is_in_torch(architecture, kind, tmp_path):
     found = tried(architecture, kind, "torch", tmp_path)
-    assert REFUSED not in found and holds(found, kind), found
+    assert REFUSED not in found and holds(found, architecture, kind), found
