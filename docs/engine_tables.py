@@ -62,6 +62,45 @@ def engine_runs() -> str:
     )
 
 
+def any_file() -> str:
+    """Architecture x type x engine: whether a file was tuned, and the result exported and read back."""
+    found = read("any_file")
+    trials, kinds = found["trials"], ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q4_K_M", "Q6_K", "IQ4_NL")
+    rows, reasons = [], dict[str, list[str]]()
+    for architecture in dict.fromkeys(key.split()[0] for key in trials):
+        here, in_torch = (
+            {kind: _verdict(trials.get(f"{architecture} {kind} {engine}")) for kind in kinds}
+            for engine in ("llama.cpp", "torch")
+        )
+        tried = {own: [kind for kind in kinds if in_torch[kind] == own] for own in in_torch.values() if own != "-"}
+        whole = [own if len(of) == len(kinds) else f"{own} ({', '.join(of)})" for own, of in tried.items()]
+        rows.append([architecture, *here.values(), "; ".join(whole) or "-", "-"])
+    for key, own in trials.items():
+        if why := own.get("refused") or own.get("not exported"):
+            architecture, _, engine = key.split()
+            of = reasons.setdefault(f"{engine}: {why.replace(f' {architecture} ', ' X ')}", [])
+            of += [] if architecture in of else [architecture]
+    heads = ["", *(f"llama.cpp {kind}" for kind in kinds), "torch", "vLLM"]
+    lines = [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
+    counted = [own for own in trials.values() if "file" in own]
+    held = sum(own["holds"] for own in counted)
+    return grid(heads, rows) + (
+        f"\n{held} of the {len(counted)} trials that wrote a whole file held. The library is {found['library']}; "
+        f"`python benchmarks/any_file.py`; {machine(found)}.\n\nReasons:\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+def _verdict(trial: dict[str, Any] | None) -> str:
+    if trial is None:
+        return "-"
+    if "not exported" in trial:
+        return "tuned"
+    if "refused" in trial:
+        return "refused"
+    way = "yes" if trial["method"] == "gauss-newton" else f"by {trial['method']}"
+    return way if trial["holds"] else "no"
+
+
 def real_tasks() -> str:
     """What methods learn of real rows, beside LoRA: test loss and accuracy, and passes; of several rates the best."""
     found = read("real_tasks")
@@ -177,6 +216,7 @@ def _passes(run: dict[str, Any]) -> float:
 
 
 ENGINE_TABLES: dict[str, Callable[[], str]] = {
+    "any-file": any_file,
     "engines": engines,
     "engine-runs": engine_runs,
     "real-tasks": real_tasks,

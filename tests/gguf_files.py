@@ -1,5 +1,6 @@
 """Tiny Llamas of known weights as GGUF files."""
 
+import ctypes
 import json
 from itertools import cycle
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 import transformers
 from gguf.quants import dequantize, quantize
+
+from tezo.engines.llama_cpp.model import LlamaModel
 
 HEADS, GROUPS = 4, 2
 
@@ -124,15 +127,9 @@ def write_sentence_pieces(path, tokenizer, *, space):
 
 def split_by_llama_cpp(path, texts):
     """The tokens of texts by llama.cpp, of a file without a model too."""
-    from llama_cpp import llama_cpp as library
-
-    settings = library.llama_model_default_params()
-    settings.vocab_only = True
-    model = library.llama_model_load_from_file(str(path).encode(), settings)
-    vocabulary, found = library.llama_model_get_vocab(model), (library.llama_token * 512)()
+    model, found = LlamaModel(path, vocabulary_only=True), (ctypes.c_int32 * 512)()
     split = []
     for text in map(str.encode, texts):
-        count = library.llama_tokenize(vocabulary, text, len(text), found, 512, False, True)
-        split.append(list(found[:count]))
-    library.llama_model_free(model)
+        count = model.lib.llama_tokenize(model.vocabulary, text, len(text), found, 512, False, True)
+        split.append(found[:count])
     return split

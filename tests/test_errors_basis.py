@@ -102,7 +102,7 @@ def test_vectors_that_raise_a_class_are_measured_and_the_layers_that_write_the_s
     x, labels = rows(60, 5, 3, seed=70)
     closure = Scores(model, x, labels)
     targets = {t.name: t for t in select_targets(model, ("all",))}
-    added = AddedVectors(model, closure, closure.places(), closure.outputs(), 0)
+    added = AddedVectors(model, closure, closure.outputs(), 0)
     found = added.acting(list(targets.values()), added.class_vectors(targets["last.weight"], 1.0))
     assert found.layers == ["first.weight", "last.weight"]
     raised = model.head_CM @ found.vectors_MC  # (C, C): what each vector does
@@ -117,7 +117,7 @@ def test_fewer_places_than_layers_are_given_to_the_last_layers(count):
     model = Stream()
     closure = Scores(model, *rows(count, 5, 3, seed=71))
     targets = {t.name: t for t in select_targets(model, ("all",))}
-    added = AddedVectors(model, closure, closure.places(), closure.outputs(), 0)
+    added = AddedVectors(model, closure, closure.outputs(), 0)
     found = added.acting([*targets.values()], added.class_vectors(targets["last.weight"], 1.0))
     assert bool(found.vectors_MC.isfinite().all()) and "last.weight" in found.layers and len(found.layers) <= count
 
@@ -293,9 +293,7 @@ def test_rows_with_options_of_their_own_are_refused_in_a_sentence():
 
     model, (x, labels) = Stream40(), rows(32, 40, 2, seed=0)
     optimizer = gauss_newton(model, rank=6, targets=("all",))
-    with pytest.raises(
-        RequestError, match=r"per-row options.*method\.name=head-feedback, or method\.basis=gaussian"
-    ):
+    with pytest.raises(RequestError, match=r"per-row options.*method\.name=head-feedback, or method\.basis=gaussian"):
         optimizer.step(OwnOptions(model, x, labels))
     optimizer.close()
 

@@ -4,7 +4,6 @@ import gc
 import json
 import re
 import struct
-from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
@@ -29,6 +28,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf import kernels
 
 import tezo as tezo_package
+from tezo.engines.llama_cpp.library import find_library
 from tezo.models.gguf import GgufWeights, gguf_tokenizer
 from tezo.models.gguf_types import every_type, unpacked_types
 from tezo.models.loading import embedded_source, load_model
@@ -497,7 +497,7 @@ def test_a_tokenizer_of_sentence_pieces_splits_as_llama_cpp_does(space, tmp_path
             tokenizer(text, add_special_tokens=False)["input_ids"] == known(text, add_special_tokens=False)["input_ids"]
         )
     assert not notices
-    if find_spec("llama_cpp") is not None:
+    if find_library() is not None:
         assert [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts] == split_by_llama_cpp(
             file, texts
         )

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from folders import bpe_tokenizer, completion_rows, label_rows, read_jsonl, refused, tezo, train, write_rows
@@ -18,12 +17,13 @@ from safetensors.torch import load_file
 from short_runs import stopped
 
 from tezo.directions.outputs import Outputs
-from tezo.engines import llama_cpp
-from tezo.engines.llama_cpp import PLACES_AT_ONCE, TOKENS_AT_ONCE, plan_of
+from tezo.engines.llama_cpp import engine as llama_cpp
+from tezo.engines.llama_cpp.model import Context, LlamaModel
+from tezo.engines.llama_cpp.plan import PLACES_AT_ONCE, TOKENS_AT_ONCE, part_of, plan_of
 from tezo.forecast.dry_run import dry_run
 from tezo.forward.engine import NOTHING, Asked
 from tezo.forward.perturbed_parameter import Shift
-from tezo.system.errors import RequestError
+from tezo.tasks.objectives.batch import plain_tree
 from tezo.training.job import prepare
 from tezo.training.loop import train as run_config
 from tezo.training.resume import replay
@@ -78,31 +78,40 @@ def unlike(texts, places):
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12),
     st.lists(st.integers(0, 1), max_size=40),
     st.randoms(use_true_random=False),
+    st.sampled_from(["one", "several", "alone"]),
 )
-def test_a_plan_computes_each_place_behind_its_own_text_and_no_token_twice(tails, beginning, draw):
+def test_a_plan_computes_each_place_behind_its_own_text_and_no_token_twice(tails, beginning, draw, groups):
     texts = sorted({(*beginning, *tail) for tail in tails})
     texts = [a for a, b in zip(texts, [*texts[1:], ()], strict=True) if b[: len(a)] != a]
     read = [sorted({*draw.choices(range(len(text)), k=2), len(text) - 1}) for text in texts]
     pairs = unlike(texts, read)
-    plan = plan_of(texts, *zip(*pairs, strict=True))
+    group_T = [draw.randrange(3) for _ in texts] if groups == "several" else None
+    plan = plan_of(texts, *zip(*pairs, strict=True), group_T, alone=groups == "alone")
+    group_of = list(range(len(texts))) if groups == "alone" else group_T or [0] * len(texts)
     assert sorted(plan.places) == list(range(len(pairs)))
+    assert groups != "alone" or all(len(part.texts) == 1 for part in plan.parts)
     places, computed = iter(plan.places), set()
     for part in plan.parts:
         seen = {sequence: [*texts[0][: plan.start]] for sequence in range(64)}
         for piece in part.pieces():
-            assert len(piece.token_T) <= TOKENS_AT_ONCE and piece.read_T.sum() <= PLACES_AT_ONCE
-            for token, position, count, sequences, is_read in zip(*vars(piece).values(), strict=True):
-                for sequence in sequences[:count]:
+            assert len(piece.token_T) <= TOKENS_AT_ONCE and piece.output_T.sum() <= PLACES_AT_ONCE
+            for place in range(len(piece.token_T)):
+                token, position = piece.token_T[place], piece.position_T[place]
+                sequences = piece.seq_TS[place][: piece.count_T[place]]
+                for sequence in sequences:
                     assert len(seen[sequence]) == position
                     seen[sequence].append(token)
-                assert len({tuple(seen[sequence]) for sequence in sequences[:count]}) == 1
-                own = tuple(map(int, seen[sequences[0]]))
-                assert own not in computed
+                assert len({tuple(seen[sequence]) for sequence in sequences}) == 1
+                of_groups = {group_of[piece.texts[sequence]] for sequence in sequences}
+                own = (*of_groups, *map(int, seen[sequences[0]]))
+                assert len(of_groups) == 1 and own not in computed
                 computed.add(own)
-                if is_read:
+                if piece.read_T[place]:
                     text, at = pairs[next(places)]
-                    assert own == texts[text][: at + 1]
-    assert len(computed) == len({text[:n] for text in texts for n in range(plan.start + 1, len(text) + 1)})
+                    assert own == (group_of[text], *texts[text][: at + 1])
+    starts = [(group, text[:n]) for group, text in zip(group_of, texts, strict=True)
+              for n in range(plan.start + 1, len(text) + 1)]  # fmt: skip
+    assert len(computed) == len(set(starts))
 
 
 def test_texts_of_any_length_and_number_are_divided():
@@ -217,11 +226,9 @@ def test_a_run_that_stops_anywhere_goes_on_to_the_bit_and_is_replayed(home, tmp_
 def test_the_result_is_read_by_llama_cpp_itself_with_the_figures_of_the_run(home, tmp_path):
     done = train(home / "packed.gguf", home / "labels.jsonl", tmp_path / "run", "--engine", "llama.cpp",
                  "--test", home / "labels.jsonl", train__keep_best=False)  # fmt: skip
-    assert done.code == 0 and "llama.cpp:  --lora" in done.out, done.err
-    from llama_cpp import Llama
-
-    lora = tmp_path / "run/adapter/adapter.gguf"
-    model = Llama(str(home / "packed.gguf"), lora_path=str(lora), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
+    assert done.code == 0 and "llama.cpp:  llama-server -m" in done.out and "Ollama:  tezo export" in done.out, done.err
+    lora = str(tmp_path / "run/adapter/adapter.gguf")
+    context = Context(LlamaModel(home / "packed.gguf"), 64)
     few = write_rows(tmp_path / "few.jsonl", label_rows(4))
     summary = tezo("eval", tmp_path / "run", "--data", few, "--json")
     made = config(home, model="packed.gguf")
@@ -230,9 +237,10 @@ def test_the_result_is_read_by_llama_cpp_itself_with_the_figures_of_the_run(home
     for encoded in job.test:
         scores = []
         for sequence, answer in zip(encoded.sequences, encoded.answers, strict=True):
-            model.reset()
-            model.eval(list(sequence))
-            table = torch.from_numpy(np.array(model.scores[: len(sequence)])).log_softmax(-1)
+            context.forget()
+            every = part_of(plain_tree(sequence, range(len(sequence))), 0, [0])
+            with context.adapted(lora):
+                table = torch.from_numpy(context.logits(every).copy()).log_softmax(-1)
             places = range(len(sequence) - answer, len(sequence))
             scores.append(sum(float(table[p - 1, sequence[p]]) for p in places) / answer)
         losses.append(-float(torch.tensor(scores).log_softmax(0)[encoded.example.label]))
@@ -309,7 +317,7 @@ def test_what_llama_cpp_cannot_do_is_one_sentence(home, tmp_path, settings, part
 def test_a_model_that_is_no_file_and_a_damaged_one_are_one_sentence(home, tmp_path):
     rows = home / "labels.jsonl"
     done = train(home, rows, tmp_path / "run", "--engine", "llama.cpp")
-    refused(done, "config.json")
+    refused(done, "which reads GGUF files", home)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes((home / "tiny.gguf").read_bytes()[:-4000])
     refused(train(broken, rows, tmp_path / "run", "--engine", "llama.cpp"), "broken.gguf")
@@ -327,20 +335,6 @@ def test_what_the_default_cannot_do_there_is_said_and_replaced(home, tmp_path):
     for notices in (json.loads((run / "summary.json").read_text())["notices"], json.loads(forecast.out)["notices"]):
         assert "there are no feedback steps: llama.cpp computes no gradient." in notices
         assert any("llama.cpp changes linear layers" in notice for notice in notices)
-
-
-def test_the_extra_is_named_where_it_is_missing_or_old(monkeypatch):
-    import sys
-    import types
-
-    llama_cpp.library.cache_clear()
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(RequestError, match=r"tezo\[llama-cpp\]"):
-        llama_cpp.library()
-    monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(__version__="0.2.90"))
-    with pytest.raises(RequestError, match=r"0\.2\.90"):
-        llama_cpp.library()
-    llama_cpp.library.cache_clear()
 
 
 @engine

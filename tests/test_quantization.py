@@ -143,7 +143,9 @@ def test_lazy_methods_keep_what_they_fold_beside_the_base(home, tmp_path, method
                  method__lazy_update_interval=4, method__rank=4)  # fmt: skip
     assert done.code == 0, done.err
     summary = json.loads(done.out)
-    assert summary["result"] == {"kind": "adapter", "folder": "adapter", "rank": 12}, "two intervals, and one begun"
+    assert summary["result"] == {"kind": "adapter", "folder": "adapter", "rank": 12, "in_vllm": True}, (
+        "two intervals, and one begun"
+    )
     assert summary["compression_error"] == 0.0
     found = tezo("eval", run, "--data", rows, "--json")
     assert found.code == 0, found.err

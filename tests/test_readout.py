@@ -12,8 +12,9 @@ from torch.nn import functional
 
 import tezo
 from tezo.directions.targets import select_targets
+from tezo.forward.watching import head_rows
 from tezo.newton import text
-from tezo.newton.text import Text, arrives, fit_text, head_rows, leading, recording_text, tokens_of
+from tezo.newton.text import Text, TextRecord, arrives, fit_text, leading, tokens_of, with_others
 from tezo.system.errors import RequestError
 from tezo.training.job import prepare
 from tezo.training.settings import parse_config
@@ -56,7 +57,8 @@ def found_of(model, closure, rank):
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(text, "Text", Told)
-        with recording_text(model, target, closure.places()) as seen:
+        seen = TextRecord(target)
+        with closure.watching(model, seen):
             outputs = closure.outputs()
         u_MR, v_IR = fit_text(model, target, closure, seen, outputs, rank)
     return target, u_MR, v_IR, said[0]
@@ -92,14 +94,14 @@ def test_of_a_change_of_the_heads_inputs_the_part_of_each_output_and_place_is_fo
 
 
 def test_the_rows_of_a_head_are_those_of_its_weight():
-    head = torch.nn.Linear(12, 50)
-    tokens = torch.tensor([3, 7, 49])
+    model = torch.nn.Module()
+    model.head = head = torch.nn.Linear(12, 50)
+    model.get_output_embeddings = lambda: head
+    tokens = with_others(torch.tensor([3, 7, 49]), 50)
+    assert tokens[:3].tolist() == [3, 7, 49] and sorted(tokens.tolist()) == [*range(50)]
     with torch.no_grad():
-        weight_CD, bias_C, others_SD = head_rows(head, tokens, 12, torch.zeros(0))
-    assert torch.allclose(weight_CD, head.weight[tokens], atol=1e-6) and torch.equal(bias_C, head.bias[tokens])
-    rest = head.weight[[i for i in range(50) if i not in (3, 7, 49)]]
-    assert len(others_SD) == 47
-    assert torch.allclose(others_SD.sort(0).values, rest.sort(0).values, atol=1e-6)
+        weight_XD, bias_X = head_rows(model, tokens, torch.zeros(0, 12))
+    assert torch.allclose(weight_XD, head.weight[tokens], atol=1e-6) and torch.equal(bias_X, head.bias[tokens])
 
 
 @pytest.mark.parametrize(("places", "inputs"), [(60, 20), (20, 60), (9, 9)])

@@ -1,13 +1,20 @@
 """`tezo export`, `push`, `report` and `replay`: commands on a run folder."""
 
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tezo.cli.common import BaseOption, JsonOption, TrustOption, print_json, showing_work
 from tezo.system.errors import RequestError
+
+if TYPE_CHECKING:
+    from tezo.training.exporting import WholeFile
+
+MUCH_LOST = 0.5
+"""Part of a change that packing may lose without a word on finer types."""
 
 
 @showing_work()
@@ -15,8 +22,14 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
     output: Annotated[Path, typer.Option(help="Folder to write, new.")],
     form: Annotated[
-        str, typer.Option("--format", help="lora (for PEFT and vLLM), gguf-lora (for llama.cpp) or merged.")
+        str,
+        typer.Option(
+            "--format", help="lora (PEFT, vLLM), gguf-lora (llama.cpp), merged, or gguf: the whole file of the base."
+        ),
     ] = "lora",
+    keep_tuned: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Of gguf: type of the changed matrices, such as q8_0.")
+    ] = None,
     model: BaseOption = None,
     trust_remote_code: bool = TrustOption,
     json: bool = JsonOption,
@@ -24,8 +37,13 @@ def export(
     """Write a run's result elsewhere: its LoRA adapter, or the whole model with everything merged in."""
     from tezo.models.gguf import GGUF_FILE
     from tezo.models.lora import ALLOWED_RANKS
-    from tezo.training.exporting import GGUF, export_run
+    from tezo.training.exporting import GGUF, WHOLE, export_run, export_whole
 
+    if form == WHOLE:
+        _say_whole(export_whole(Path(run), output, model=model, keep_tuned=keep_tuned), json=json)
+        return
+    if keep_tuned is not None:
+        raise RequestError(f"--keep-tuned is {keep_tuned}, which is for --format {WHOLE}; leave it out.")
     rank = export_run(Path(run), output, form, model=model, trust_remote_code=trust_remote_code)
     if json:
         print_json({"format": form, "folder": str(output), "rank": rank})
@@ -37,6 +55,24 @@ def export(
     if form == GGUF:
         print(f"llama.cpp: --lora {quote(str(output / GGUF_FILE))}")
     print(f"{form}: {output}")
+
+
+def _say_whole(done: "WholeFile", *, json: bool) -> None:
+    if json:
+        print_json(asdict(done) | {"path": str(done.path)})
+        return
+    for notice in done.notices:
+        typer.echo(f"note: {notice}", err=True)
+    print(f"{done.matrices} matrices changed; packing them lost {done.lost:.0%} of the change of one, at most")
+    if done.losses is not None:
+        before, after = done.losses
+        print(f"loss of {done.rows}: {before:.4g} with the adapter, {after:.4g} in the file")
+    if done.lost > MUCH_LOST:
+        print("for less of a loss, keep the changed matrices in a finer type: --keep-tuned q8_0")
+    folder = done.path.parent
+    print(f"llama.cpp: llama-server -m {quote(str(done.path))}")
+    print(f"Ollama: ollama create NAME -f {quote(str(folder / 'Modelfile'))}")
+    print(f"gguf: {folder}")
 
 
 @showing_work()

@@ -188,15 +188,17 @@ def _print_end(summary: dict[str, Any], output: Path) -> None:
     made, result = summary["result"], output / summary["result"]["folder"]
     in_peft = f"  PEFT:  PeftModel.from_pretrained(base_model, {str(result)!r})"
     if made["kind"] == "adapter":
+        from tezo.cli.uses import uses
         from tezo.models.lora import next_allowed
 
         in_file = next_allowed(made["rank"])
         padded = f", {in_file} in its file" if in_file > made["rank"] else ""
         print(f"LoRA adapter of rank {made['rank']}{padded}: {result}")
         alone = made.get("why_not_in_peft")
-        print(f"  for tezo alone: {alone}" if alone else in_peft)
-        if "engine_file" in made:
-            print(f"  {made['engine']}:  --lora {quote(str(result / made['engine_file']))}")
+        unfit = "not for PEFT" if "engine_file" in made else "for tezo alone"
+        print(f"  {unfit}: {alone}" if alone else in_peft)
+        for program, command in uses(summary, output):
+            print(f"  {program}:  {command}")
     elif made["kind"] == "peft":
         print(f"{made['adapter']} adapter: {result}")
         print(in_peft)

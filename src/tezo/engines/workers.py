@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tezo.forward.answers import MalformedError, check_continued, check_told, once_more
-from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Told
+from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, LayerInputs, Told, Watch
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
@@ -107,6 +107,15 @@ class Workers(Engine):
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Any:
         return self._engines[0].hidden(change, texts)
 
+    def watches(self, module: str) -> bool:
+        return self._engines[0].watches(module)
+
+    def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
+        return self._engines[0].watch(change, asked, watch)
+
+    def head_rows(self, tokens_X: Tensor) -> tuple[Tensor, Tensor]:
+        return self._engines[0].head_rows(tokens_X)
+
     def save_beside(self, *arguments: Any) -> str | None:
         return self._engines[0].save_beside(*arguments)
 
@@ -166,6 +175,17 @@ class InRay(Engine):
                 raise MalformedError(f"inputs of the head of {len(found)} texts in place of {len(texts)}")
 
         return self._checked(check, "hidden", change, texts)
+
+    def watches(self, module: str) -> bool:
+        return self._like.watches(module)
+
+    def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
+        found: tuple[Told, dict[str, LayerInputs]] = self._called("watch", change, asked, watch)
+        return found
+
+    def head_rows(self, tokens_X: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self._called("head_rows", tokens_X)
+        return found
 
     def generate(
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing

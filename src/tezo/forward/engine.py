@@ -6,7 +6,7 @@ of tokens at the places. It knows nothing of directions, losses or methods, and 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,18 +22,22 @@ of an empty mapping, compute with the stored weights."""
 NOTHING = -1
 """The mark of a token that is not asked for."""
 
+HEAD = "the output head"
+"""In the place of a module: the output head, whatever the engine calls it."""
+
 
 @dataclass(frozen=True)
 class Asked:
     """A request to an engine: the next token at P places of texts, and C tokens of interest at each.
 
     Attributes:
-        texts: token ids of each text, which ends at the last place in it. No text is the beginning of another, and no
-            two places have the same tokens up to them.
+        texts: token ids of each text, which ends at the last place in it. In a group no text is the beginning of
+            another, and no two places have the same tokens up to them.
         text_P: int64, text of each place, ascending.
         position_P: int64, position in the text of the last token that is seen, ascending within a text.
         tokens_PC: int64, tokens whose log-probabilities are asked for; `NOTHING` where a place has fewer.
         likely: number of most likely tokens that are asked for besides.
+        group_T: int64, group of each text; None: all are of one. Texts of one group may be computed together.
     """
 
     texts: Sequence[Sequence[int]]
@@ -41,6 +45,40 @@ class Asked:
     position_P: Tensor
     tokens_PC: Tensor
     likely: int
+    group_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Layers that a pass looks into, and what it adds to their outputs.
+
+    Attributes:
+        inputs: modules whose inputs are kept at the places of `Asked`.
+        means: whether the means of these inputs over the tokens up to each place, itself among them, are kept too.
+        places: int64, ascending, the places at which inputs are kept; None: all.
+        added: module -> vectors for each text, float32: (tokens, M) one for each token, or (1, M) for all. Texts of one
+            group have the same vectors at the tokens that they share.
+    """
+
+    inputs: Sequence[str] = ()
+    means: bool = False
+    places: Tensor | None = None
+    added: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Inputs of a layer at P places.
+
+    Attributes:
+        at_PI: at the places, float32 or as the model computes; None: these have no position.
+        mean_PI: means over the tokens up to each place; None: they were not asked for.
+        output_square: mean square of the layer's outputs at the places, or of their means.
+    """
+
+    at_PI: Tensor | None
+    mean_PI: Tensor | None
+    output_square: float
 
 
 @dataclass(frozen=True)
@@ -163,6 +201,33 @@ class Engine(ABC):
         """
         del change, texts
         raise RequestError(f"the input of the output head cannot be read from {self.name}.")
+
+    def watches(self, module: str) -> bool:
+        """Returns whether `watch` can keep the inputs of this linear layer, and add to its outputs."""
+        del module
+        return False
+
+    def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
+        """Returns what is asked for, and the inputs of layers there, in the order in which layers are called.
+
+        Layers with the same input, such as queries, keys and values, have the same tensors. The inputs of `HEAD` are
+        those of the output head.
+
+        Raises:
+            RequestError: the engine does not look into these layers.
+        """
+        del change, asked
+        layer = next(iter([*watch.inputs, *watch.added]), "a layer")
+        raise RequestError(f"the inputs of {layer} cannot be read from {self.name}.")
+
+    def head_rows(self, tokens_X: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows of the output head for these tokens (X, D), and their bias (X,): float32.
+
+        Raises:
+            RequestError: the engine does not show them.
+        """
+        del tokens_X
+        raise RequestError(f"the output head cannot be read from {self.name}.")
 
     @abstractmethod
     def generate(

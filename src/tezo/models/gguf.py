@@ -8,11 +8,12 @@ same file, llama.cpp's is what the model was made with.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -240,6 +241,43 @@ def save_gguf(adapter: Adapter, folder: Path, *, model: Any) -> None:
     write_gguf_lora(folder / GGUF_FILE, adapter.rank, adapter.pairs, GgufNames(model))
 
 
+class Names(Protocol):
+    """How a model's layers are called in GGUF."""
+
+    @property
+    def architecture(self) -> str:
+        """The name of the architecture in GGUF."""
+        ...
+
+    def name(self, parameter: str) -> str | None:
+        """Returns the name of a parameter's tensor; None if there is none."""
+        ...
+
+    def to_gguf(self, module: str, rows: Tensor) -> Tensor:
+        """Returns the rows of a layer's weight, factor or output in llama.cpp's order."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """The names of a file, by which its layers are called: blk.0.attn_q for blk.0.attn_q.weight.
+
+    Attributes:
+        architecture: its name in GGUF.
+    """
+
+    architecture: str
+
+    def name(self, parameter: str) -> str | None:
+        """See `Names`; the name is the same."""
+        return parameter
+
+    def to_gguf(self, module: str, rows: Tensor) -> Tensor:
+        """See `Names`; the order is the same."""
+        del module
+        return rows
+
+
 class GgufNames:
     """How a model of transformers is written in GGUF: names, and the order of rows that llama.cpp rotates.
 
@@ -282,7 +320,7 @@ class GgufNames:
         return self._heads.get(module.rpartition(".")[2]) if self.architecture == "llama" else None
 
 
-def write_gguf_lora(path: str | Path, alpha: int, pairs: Mapping[str, tuple[Tensor, Tensor]], names: GgufNames) -> None:
+def write_gguf_lora(path: str | Path, alpha: int, pairs: Mapping[str, tuple[Tensor, Tensor]], names: Names) -> None:
     """Writes a LoRA adapter; see `save_gguf`.
 
     Args:
@@ -297,11 +335,8 @@ def write_gguf_lora(path: str | Path, alpha: int, pairs: Mapping[str, tuple[Tens
     import gguf
 
     tensors = {}
-    for module, (a_RI, b_OR) in pairs.items():
-        name = names.name(f"{module}.weight")
-        if name is None:
-            raise RequestError(f"{module} has no name in GGUF, which an adapter for llama.cpp needs; leave it out.")
-        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = a_RI, names.to_gguf(module, b_OR)
+    for name, (a_RI, b_OR) in in_gguf(pairs, names).items():
+        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = a_RI, b_OR
     writer = gguf.GGUFWriter(path, names.architecture)
     try:
         writer.add_type(gguf.GGUFType.ADAPTER)
@@ -314,6 +349,21 @@ def write_gguf_lora(path: str | Path, alpha: int, pairs: Mapping[str, tuple[Tens
         writer.write_tensors_to_file()
     finally:
         writer.close()
+
+
+def in_gguf(pairs: Mapping[str, tuple[Tensor, Tensor]], names: Names) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns name of a tensor in GGUF -> (A_RI, B_OR), its rows in llama.cpp's order, of module name -> the same.
+
+    Raises:
+        RequestError: a layer has no name in GGUF.
+    """
+    found = {}
+    for module, (a_RI, b_OR) in pairs.items():
+        name = names.name(f"{module}.weight")
+        if name is None:
+            raise RequestError(f"{module} has no name in GGUF, which an adapter for llama.cpp needs; leave it out.")
+        found[name] = a_RI, names.to_gguf(module, b_OR)
+    return found
 
 
 class GgufWeights(Mapping[str, Tensor]):

@@ -12,6 +12,7 @@ import tokenizers
 import transformers
 from torch import nn
 
+from tezo.models.gguf_model import GgufForCausalLM
 from tezo.models.kinds import Kind, is_unused
 from tezo.models.stored import kept_digest
 from tezo.system.digests import digest
@@ -22,6 +23,7 @@ Fingerprint = Mapping[str, str]
 "weights", as they are in memory, and "form", their data type there; "stored", of the files that have the weights;
 "saved.NAME", of what changes no figure and is saved with a tuned model; and "versions"."""
 
+_BY_FILE = GgufForCausalLM.__name__
 _SHORT = 120
 """Longest JSON text of a setting that stands for itself, and that a message shows, in characters."""
 _NO_EFFECT = frozenset(
@@ -91,6 +93,14 @@ def check_model(
         packed_alike: whether equal weights would have been packed into equal numbers.
         saved: whether parts that are saved with a tuned model, and change no figure, count too.
     """
+    classes = [part.get("config.class") for part in (found, loaded)]
+    if classes[0] != classes[1] and _BY_FILE in classes:
+        engines = ["llama.cpp" if each == _BY_FILE else "torch" for each in classes]
+        forms = "of export, gguf and gguf-lora" if classes[0] == _BY_FILE else "of export, lora and merged"
+        raise RequestError(
+            f"model.engine: the run began in {engines[0]}, where layers of this file have other names than in "
+            f"{engines[1]}; set model.engine={engines[0]} ({forms} are its formats)."
+        )
     alike = found.get("versions") == loaded["versions"]
     in_one_form = packed_alike and found.get("form") == loaded.get("form")
     ways = (way for way in ("weights", "stored") if way in found and way in loaded and (in_one_form or way == "stored"))

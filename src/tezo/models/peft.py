@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from tezo.models.gguf_model import GgufForCausalLM
 from tezo.models.kinds import Kind, ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.lora import TASK_TYPES, Adapter, for_file, save_adapter
@@ -249,6 +250,8 @@ def why_not_in_peft(adapter: Adapter, model: nn.Module, disk: Path) -> str | Non
     For a moment the adapter is written into the folder `disk`; the system's temporary folder may be without room. Who
     calls it turns an error of that disk into words.
     """
+    if isinstance(model, GgufForCausalLM):
+        return "its layers have the names of the file, which llama.cpp alone knows"
     if find_spec("peft") is None or not isinstance(model, PreTrainedModel):
         return None
     peft = import_peft()

@@ -66,6 +66,7 @@ class Saved:
         kind: kind of the model; None if it is not one of transformers.
         rank: rank in the file of an adapter of this library; None for other results.
         not_in_peft: reason why PEFT would not add the adapter as it was trained; None if it does.
+        in_gguf: name of a file beside it with the same adapter for llama.cpp; None: there is none.
     """
 
     form: Literal["lora", "prefix", "prompt", "model"]
@@ -73,6 +74,14 @@ class Saved:
     kind: Kind | None
     rank: int | None = None
     not_in_peft: str | None = None
+    in_gguf: str | None = None
+
+    @property
+    def in_vllm(self) -> bool:
+        """Whether vLLM serves it beside its base."""
+        base = EMBEDDED.get(self.base, ("", self.base, ""))[1]
+        fits = self.rank is not None and self.rank <= ALLOWED_RANKS[-1] and self.not_in_peft is None
+        return self.form == "lora" and self.kind == "causal" and fits and not is_gguf(base)
 
 
 def card_text(saved: Saved, tuning: Tuning | None) -> str:
@@ -152,6 +161,10 @@ def _loading(saved: Saved, base: str) -> list[str]:
     folder = f"{package}/{PurePosixPath(place).parent}{inside}" if package else "of the base model"
     where += f" FOLDER is the folder of {file}{inside}." if in_gguf else ""
     where += "" if in_gguf or hub_name(saved.base) else f" `{base}` stands for the folder {folder}."
+    lora = f"llama-server -m {file} --lora {HERE}/{saved.in_gguf}"
+    in_llama = ["With llama.cpp:", _code(lora, language="sh")] if saved.in_gguf is not None else []
+    if saved.not_in_peft is not None and in_llama:
+        return [where, f"PEFT does not add this adapter: {saved.not_in_peft}.", *in_llama]
     if saved.not_in_peft is not None:
         why = f"PEFT does not add this adapter as it was trained ({saved.not_in_peft}); `tezo` does:"
         with_tezo = f'\nhandles = tezo.load_adapter(model, "{HERE}")'
@@ -160,7 +173,8 @@ def _loading(saved: Saved, base: str) -> list[str]:
     ways = [where, "With PEFT:", _code(f"from peft import PeftModel\n{load}{with_peft}")]
     if saved.form == "lora":
         ways += ["With transformers, which needs PEFT:", _code(load + f'\nmodel.load_adapter("{HERE}")')]
-    if saved.kind == "causal" and not in_gguf and saved.rank is not None and saved.rank <= ALLOWED_RANKS[-1]:
+    ways += in_llama
+    if saved.in_vllm:
         serve = f"vllm serve {base} --enable-lora --max-lora-rank {saved.rank} --lora-modules tuned={HERE}"
         ways += ["With vLLM:", _code(serve, language="sh")]
     return ways
@@ -202,11 +216,16 @@ def save_result(
             if reason is not None and all(target.is_writable for target in optimizer.targets):
                 raise _NotInPeftError
             save_adapter(adapter, folder, model=loaded.model, base=base_in_peft(config.name, loaded.model))
-            save_card(adapter, folder, loaded.model, config.name, loaded.fingerprint, tuning, reason)
-            more = {} if reason is None else {"why_not_in_peft": reason}
-            if loaded.engine is not None:
-                beside = loaded.engine.save_beside(adapter.rank, adapter.pairs, folder)
-                more |= {} if beside is None else {"engine": loaded.engine.name, "engine_file": beside}
+            engine = loaded.engine
+            beside = None if engine is None else engine.save_beside(adapter.rank, adapter.pairs, folder)
+            rank = next_allowed(adapter.rank)
+            saved = Saved("lora", config.name, kind_of([type(loaded.model).__name__]), rank, reason, beside)
+            save_card(folder, saved, loaded.fingerprint, tuning)
+            more: dict[str, Any] = {} if reason is None else {"why_not_in_peft": reason}
+            if engine is not None and beside is not None:
+                more |= {"engine": engine.name, "engine_file": beside}
+            if saved.in_vllm:
+                more["in_vllm"] = True
             return {"kind": "adapter", "folder": "adapter", "rank": adapter.rank, **more}
     optimizer.merge()
     with place("model") as folder:
@@ -218,22 +237,13 @@ class _NotInPeftError(Exception):
     """The folder of an adapter is dropped, because PEFT would not add it as it was trained."""
 
 
-def save_card(
-    adapter: Adapter,
-    folder: Path,
-    model: Any,
-    base: str,
-    base_is: Fingerprint,
-    tuning: Tuning | None = None,
-    not_in_peft: str | None = None,
-) -> None:
+def save_card(folder: Path, saved: Saved, base_is: Fingerprint, tuning: Tuning | None = None) -> None:
     """Writes the card of an adapter of this library, and the fingerprint `base_is` of its base model if it is known.
 
-    `base` is the folder or hub name of the base model; of `tuning` see `save_result`, of `not_in_peft` see `Saved`.
+    Of `tuning` see `save_result`.
     """
     if base_is:
         write_file(folder / BASE, (json.dumps(dict(base_is), indent=2, sort_keys=True) + "\n").encode())
-    saved = Saved("lora", base, kind_of([type(model).__name__]), next_allowed(adapter.rank), not_in_peft)
     write_file(folder / CARD, card_text(saved, tuning).encode())
 
 
@@ -266,5 +276,5 @@ def export_adapter(optimizer: BaseOptimizer, folder: str | Path) -> Adapter:
         folder.parent.mkdir(parents=True, exist_ok=True)
         check_in_peft(adapter, model, folder.parent)
         save_adapter(adapter, folder, model=model, base=base)
-        save_card(adapter, folder, model, base, base_is)
+        save_card(folder, Saved("lora", base, kind, next_allowed(adapter.rank)), base_is)
     return adapter

@@ -42,8 +42,8 @@ from tezo.directions.bases.basis import (
 from tezo.directions.outputs import Outputs, errors
 from tezo.directions.targets import Target
 from tezo.newton.labels import Layout, common, contrasts, is_biased, regress
-from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, recording
-from tezo.newton.text import TextRecord, fit_text, recording_text
+from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder
+from tezo.newton.text import TextRecord, fit_text
 from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
 
@@ -198,44 +198,48 @@ class ErrorBasis(DataBasis[Look]):
         tried = like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
         count = self._rows_to_record(tried, MOST_ROWS)
         rows = _rows(source, refresh_step, count)
-        places = rows.places()
-        with recording(model, tried, places) as recorded, recording_text(model, tried[-1], places) as text:
+        passes += len(rows.places())
+        if rows.are_texts:
+            return self._of_text(source, rows, tried[-1], passes)
+        recorded = InputRecorder(tried)
+        with rows.watching(model, recorded):
             outputs = _finite(rows.outputs())
-        if not recorded.inputs:
+        if not recorded.found:
             raise RequestError(
                 "method.basis: no linear layer that is tuned has an input for each token of a row; choose others with "
                 "method.targets, or set method.basis=gaussian."
             )
-        if outputs.tokens_TC is not None:
-            return self._of_text(source, rows, tried[-1], (text, outputs), passes + 2 * len(places))
         if not outputs.shared:
             raise RequestError(
                 "method.basis: these rows have per-row options, and errors are predicted for labels or tokens; "
                 "set method.name=head-feedback, or method.basis=gaussian."
             )
-        last = tried[[t.name for t in tried].index([*recorded.inputs][-1])]
-        added = AddedVectors(model, rows, places, outputs, refresh_step)
+        last = tried[[t.name for t in tried].index([*recorded.found][-1])]
+        added = AddedVectors(model, rows, outputs, refresh_step)
         vectors_MC = added.class_vectors(last, recorded.output_size(last.name))
-        vectors = added.acting([t for t in tried if t.name in recorded.inputs], vectors_MC)
+        vectors = added.acting([t for t in tried if t.name in recorded.found], vectors_MC)
         found = LabelledRows(recorded, outputs, rows.stepped, 0)
         if len(outputs.labels_T) >= count:  # there are more rows
             found = self._record(refresh_step, source, vectors)
-        passes += 3 * len(places) + found.passes
+        passes += 2 * len(rows.places()) + found.passes
         return look_at_labels(found, vectors, self._targets, self._ranks, passes)
 
     def _record(self, refresh_step: int, source: Source, vectors: ClassVectors) -> LabelledRows:
         """Returns as many labelled rows as the inputs of these layers may be kept of."""
         layers = [target for target in self._targets if target.name in vectors.layers]
         rows = _rows(source, refresh_step, self._rows_to_record(layers, MOST_LABELLED))
-        with recording(source.model, layers, places := rows.places()) as recorded:
-            return LabelledRows(recorded, _finite(rows.outputs()), rows.stepped, len(places))
+        recorded = InputRecorder(layers)
+        with rows.watching(source.model, recorded):
+            return LabelledRows(recorded, _finite(rows.outputs()), rows.stepped, len(rows.places()))
 
-    def _of_text(
-        self, source: Source, rows: RowOutputs, target: Target, found: tuple[TextRecord, Outputs], passes: int
-    ) -> Look:
+    def _of_text(self, source: Source, rows: RowOutputs, target: Target, passes: int) -> Look:
+        seen = TextRecord(target)
+        with rows.watching(source.model, seen):
+            outputs = _finite(rows.outputs())
         v = {each.name: torch.zeros(input_size(each), self._ranks[each.name]).double() for each in self._targets}
-        u_MR, v[target.name] = fit_text(source.model, target, rows, *found, self._ranks[target.name])
+        u_MR, v[target.name] = fit_text(source.model, target, rows, seen, outputs, self._ranks[target.name])
         whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
+        passes += len(rows.places())
         return Look(inputs=v, outputs={target.name: u_MR}, proposals=whole_1R, passes=passes)
 
     def _rows_to_record(self, targets: Sequence[Target], most: int) -> int:
@@ -271,7 +275,7 @@ def look_at_labels(
         passes: calls of the model that the look took in all.
     """
     outputs, error_TC = rows.outputs, errors(rows.outputs)
-    classes, inputs = error_TC.shape[1], {name: rows.recorded.inputs[name] for name in vectors.layers}
+    classes, inputs = error_TC.shape[1], {name: rows.recorded.found[name] for name in vectors.layers}
     distinct = {id(each): each for each in inputs.values()}  # layers share inputs
     regressions = {key: regress(each.parts(), error_TC[each.places()]) for key, each in distinct.items()}
     found = {name: regressions[id(each)] for name, each in inputs.items()}

@@ -1,11 +1,8 @@
-"""Hooks on layers while rows are passed: they record inputs at the places of outputs, or add vectors to outputs."""
+"""Watchers of layers while rows are passed: they record inputs at the places of outputs, or add vectors to outputs."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +11,9 @@ from torch.nn import functional
 from tezo.directions.bases.basis import output_size
 from tezo.directions.outputs import Outputs, Places, change
 from tezo.directions.random import normal
-from tezo.directions.targets import Target, only_input
+from tezo.directions.targets import Target
+from tezo.forward.engine import LayerInputs
+from tezo.forward.watching import Watcher
 from tezo.optim.closures import RowOutputs
 
 MOST_PLACES = 1024
@@ -51,7 +50,7 @@ class Inputs:
 
     def add(self, at: Tensor | None, mean: Tensor | None, place: Tensor) -> None:
         """Adds the inputs of a pass."""
-        shown = [(values, kept) for values, kept in ((at, self.at), (mean, self.mean)) if values is not None]
+        shown = [(values.float(), kept) for values, kept in ((at, self.at), (mean, self.mean)) if values is not None]
         if not self.means:
             self.means = [values.mean(0) for values, _ in shown]
         for (values, kept), mean_I in zip(shown, self.means, strict=True):
@@ -65,30 +64,6 @@ class Inputs:
     def average(self) -> Tensor:
         """Returns the mean over all places of the inputs there, or else of their means, (I,) in float64."""
         return self.parts()[0].double().mean(0) + self.means[0].double().cpu()
-
-
-class PassPlaces:
-    """The places of each pass of a model in turn, of all passes at most so many, evenly spaced.
-
-    Attributes:
-        now: those of the pass that is running; None: it has none.
-    """
-
-    def __init__(self, places: Sequence[Places | None], most: int | None = None) -> None:
-        total = sum(len(each.place_P) for each in places if each is not None)
-        self._stride = 1 if most is None else max(1, -(-total // most))
-        self._passes = iter(places)
-        self.now: Places | None = None
-
-    def enter(self, *_: object) -> None:
-        """Called before each pass of the model."""
-        places = next(self._passes, None)
-        if places is not None:
-            kept = places.place_P % self._stride == 0
-            places = Places(
-                places.row_P[kept], places.position_P[kept], places.stop_P[kept], places.place_P[kept], places.example_R
-            )
-        self.now = places if places is not None and len(places.place_P) else None
 
 
 @dataclass(frozen=True)
@@ -110,15 +85,12 @@ class AddedVectors:
     Args:
         model: the model.
         rows: rows with labels.
-        places: of these rows.
         outputs: of these rows, with nothing added.
         step: of the draws.
     """
 
-    def __init__(
-        self, model: nn.Module, rows: RowOutputs, places: Sequence[Places | None], outputs: Outputs, step: int
-    ) -> None:
-        self._model, self._rows, self._places, self._outputs, self._step = model, rows, places, outputs, step
+    def __init__(self, model: nn.Module, rows: RowOutputs, outputs: Outputs, step: int) -> None:
+        self._model, self._rows, self._outputs, self._step = model, rows, outputs, step
 
     def class_vectors(self, target: Target, size: float) -> Tensor:
         """Returns S (M, C), one vector for each class, which raises its score by about 1: float64.
@@ -159,21 +131,22 @@ class AddedVectors:
 
     def _raised(self, targets: Mapping[str, Target], added: Mapping[str, Tensor]) -> Tensor:
         """Returns the changes of the scores (T, C), less their mean over the classes, with vectors added."""
-        passes = PassPlaces(self._places)
-
-        def add(name: str, module: nn.Module, args: object, output: Tensor) -> Tensor:
-            del module, args
-            if passes.now is None or len(passes.now.example_R) != len(output):
-                return output
-            return output + added[name][passes.now.example_R.cpu()].to(output.device, output.dtype).unsqueeze(1)
-
-        with ExitStack() as hooks:
-            hooks.enter_context(self._model.register_forward_pre_hook(passes.enter))
-            for name, target in targets.items():
-                hooks.enter_context(target.sites[0].module.register_forward_hook(partial(add, name)))
+        adding = _Adding({target.sites[0].name: added[name] for name, target in targets.items()})
+        with self._rows.watching(self._model, adding):
             moved = self._rows.outputs(self._outputs)
         raised_TC = change(moved, self._outputs)
         return raised_TC - raised_TC.mean(1, keepdim=True)
+
+
+class _Adding(Watcher):
+    """Adds a vector to the output of layers in all rows of an example; of each layer there are (T, M)."""
+
+    def __init__(self, added: Mapping[str, Tensor]) -> None:
+        self._added, self.adds = added, [*added]
+
+    def added(self, layer: str, places: Places, tokens: int) -> Tensor:
+        del tokens
+        return self._added[layer][places.example_R.cpu()].unsqueeze(1)
 
 
 def _inverse(x_PI: Tensor) -> Tensor:
@@ -183,79 +156,44 @@ def _inverse(x_PI: Tensor) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky(gram_PP))
 
 
-class InputRecorder:
-    """The inputs of layers at the places of outputs; its methods are hooks.
+class InputRecorder(Watcher):
+    """Records the inputs of layers at the places of outputs.
+
+    Args:
+        targets: the weights of the layers.
 
     Attributes:
-        inputs: parameter name -> inputs of its layer, in the order in which layers are called.
+        found: parameter name -> inputs of its layer, in the order in which layers are called.
     """
 
-    def __init__(self, places: Sequence[Places | None]) -> None:
-        self._passes = PassPlaces(places, MOST_PLACES)
+    most, means = MOST_PLACES, True
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._names = {target.sites[0].name: target.name for target in targets}
+        self.inputs = [*self._names]
         self._last: dict[tuple[int, ...], tuple[Inputs, Tensor]] = {}
-        self.inputs: dict[str, Inputs] = {}
+        self.found: dict[str, Inputs] = {}
         self._adds: set[str] = set()
         self._squares: dict[str, list[float]] = {}
 
-    def enter(self, *_: object) -> None:
-        """Called before each pass of the model."""
+    def begin(self) -> None:
         self._last.clear()
-        self._passes.enter()
 
-    def take(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Called after each call of a layer."""
-        del module
-        now, x_RLI = self._passes.now, only_input(args, kwargs)
-        if now is None or x_RLI.ndim != 3 or len(x_RLI) != len(now.example_R):
-            return
-        at, mean = _at(x_RLI, now), _mean(x_RLI, now)
+    def take(self, layer: str, places: Places, inputs: LayerInputs) -> None:
+        name, at, mean = self._names[layer], inputs.at_PI, inputs.mean_PI
         shown = at if at is not None else mean
         assert shown is not None
-        if name not in self.inputs:
+        if name not in self.found:
             before = self._last.get(tuple(shown.shape))
             is_shared = before is not None and torch.equal(before[1], shown)
-            self.inputs[name] = before[0] if is_shared and before is not None else Inputs()
+            self.found[name] = before[0] if is_shared and before is not None else Inputs()
             if not is_shared:
                 self._adds.add(name)
         if name in self._adds:
-            self.inputs[name].add(at, mean, now.place_P)
-            self._last[tuple(shown.shape)] = self.inputs[name], shown
-        out = _at(output, now) if at is not None else _mean(output, now)
-        assert out is not None
-        self._squares.setdefault(name, []).append(float(out.float().square().mean()))
+            self.found[name].add(at, mean, places.place_P)
+            self._last[tuple(shown.shape)] = self.found[name], shown
+        self._squares.setdefault(name, []).append(inputs.output_square)
 
     def output_size(self, name: str) -> float:
         """Returns the root mean square of a layer's outputs."""
         return math.sqrt(sum(self._squares[name]) / len(self._squares[name]))
-
-
-def _at(x_RLI: Tensor, places: Places) -> Tensor | None:
-    """Returns the vectors at the places, (P, I); None if the places have no position."""
-    return None if bool((places.position_P < 0).any()) else at_places(x_RLI, places)
-
-
-def at_places(x_RLI: Tensor, places: Places) -> Tensor:
-    """Returns the vectors at the places, (P, I) in float32."""
-    device = x_RLI.device
-    return x_RLI[places.row_P.to(device), places.position_P.to(device)].detach().float()
-
-
-def _mean(x_RLI: Tensor, places: Places) -> Tensor | None:
-    """Returns the means over the tokens that answers depend on, (P, I); None if they are not averaged."""
-    if not bool((places.stop_P > 0).all()):
-        return None
-    row_P, stop_P = places.row_P.to(x_RLI.device), places.stop_P.to(x_RLI.device)
-    weight_PL = (torch.arange(x_RLI.shape[1], device=x_RLI.device) < stop_P.unsqueeze(1)) / stop_P.unsqueeze(1)
-    return torch.bmm(weight_PL.to(x_RLI.dtype).unsqueeze(1), x_RLI.detach()[row_P]).squeeze(1).float()
-
-
-@contextmanager
-def recording(model: nn.Module, targets: Sequence[Target], places: Sequence[Places | None]) -> Iterator[InputRecorder]:
-    """Records the inputs of the targets' layers at these places, pass after pass, while open."""
-    recorder = InputRecorder(places)
-    with ExitStack() as hooks:
-        hooks.enter_context(model.register_forward_pre_hook(recorder.enter))
-        for target in targets:
-            hook = partial(recorder.take, target.name)
-            hooks.enter_context(target.sites[0].module.register_forward_hook(hook, with_kwargs=True))
-        yield recorder

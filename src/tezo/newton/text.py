@@ -20,9 +20,7 @@ lowest, and is done once more with all of them, in as many steps.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,8 +30,10 @@ from torch.nn import functional
 from tezo.directions.bases.basis import output_size
 from tezo.directions.outputs import RARE, Outputs, Places
 from tezo.directions.random import normal
-from tezo.directions.targets import Target, only_input, output_head
-from tezo.newton.recording import NUDGE, PassPlaces, at_places
+from tezo.directions.targets import Target, output_head
+from tezo.forward.engine import HEAD, LayerInputs
+from tezo.forward.watching import Watcher, at_places
+from tezo.newton.recording import NUDGE
 from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
 
@@ -41,8 +41,6 @@ MOST_TOKENS = 4096
 """Tokens of answers that are kept, evenly spaced among all: with I + D numbers each, in float32."""
 MOST_CLASSES, OTHERS = 4096, 512
 """Tokens whose scores are followed one by one, at most, unless more are right somewhere; and how many of all others."""
-HEAD_BYTES = 1 << 27
-"""Bytes of scores that are computed at a time to read the rows of the head."""
 HELD_OUT = 4
 """One of so many examples is held out, to end by."""
 EPOCHS, PATIENCE, AT_ONCE = 40, 3, 128
@@ -56,77 +54,54 @@ LEAST_GAIN = 0.05
 """Outputs of which a smaller part arrives than this part of the mean are not changed."""
 
 
-@dataclass
-class TextRecord:
-    """Inputs of the last layer and of the head at the places of all passes.
+class TextRecord(Watcher):
+    """Keeps the inputs of the last layer and of the head at places; adds noise to the layer's outputs.
+
+    Args:
+        target: the layer.
+        size: root mean square of the noise; 0: there is none.
 
     Attributes:
         place: numbers of the places, (P,) for each pass.
-        x: inputs of the layer, (P, I) for each pass.
-        h: inputs of the head, (P, D).
+        x: inputs of the layer, (P, I) for each pass, in float32 on the CPU.
+        h: inputs of the head, (P, D), likewise.
         noise: noise added to the outputs of the layer, (P, M); nothing, if none was added.
         squares: mean squares of the layer's outputs.
-        like: a tensor of the type and on the device of the head's inputs.
+        like: a tensor of no rows, and of the type and on the device of the head's inputs.
     """
 
-    place: list[Tensor] = field(default_factory=list)
-    x: list[Tensor] = field(default_factory=list)
-    h: list[Tensor] = field(default_factory=list)
-    noise: list[Tensor] = field(default_factory=list)
-    squares: list[float] = field(default_factory=list)
-    like: Tensor = field(default_factory=lambda: torch.zeros(0))
+    most, flattened = MOST_TOKENS, True
 
+    def __init__(self, target: Target, size: float = 0.0) -> None:
+        self._target, self._layer, self._size, self._passes = target, target.sites[0].name, size, 0
+        self.inputs, self.adds = [self._layer, HEAD], [self._layer] if size else []
+        self.place: list[Tensor] = []
+        self.x: list[Tensor] = []
+        self.h: list[Tensor] = []
+        self.noise: list[Tensor] = []
+        self.squares: list[float] = []
+        self.like = torch.zeros(0)
 
-@contextmanager
-def recording_text(
-    model: nn.Module, target: Target, places: Sequence[Places | None], size: float = 0.0
-) -> Iterator[TextRecord]:
-    """Keeps the inputs of a layer and of the head at these places while open; adds noise to the layer's outputs.
+    def begin(self) -> None:
+        self._passes += 1
 
-    Args:
-        model: the model.
-        target: the layer.
-        places: of the passes.
-        size: root mean square of the noise.
-    """
-    head = output_head(model)
-    record, passes = TextRecord(), PassPlaces(places, MOST_TOKENS)
+    def added(self, layer: str, places: Places, tokens: int) -> Tensor:
+        del layer
+        shape = len(places.example_R), tokens, output_size(self._target)
+        noise_RLM = self._size * normal(shape, seed=0, step=self._passes, name=self._target.name, role="nudge").float()
+        self.noise.append(at_places(noise_RLM, places))
+        return noise_RLM
 
-    def layer(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        del module
-        now = passes.now
-        x_RLI = by_row(only_input(args, kwargs), len(now.example_R)) if now is not None else None
-        if now is None or x_RLI is None:
-            return None
-        record.place.append(now.place_P)
-        record.x.append(at_places(x_RLI, now).cpu())
-        record.squares.append(float(output.detach().float().square().mean()))
-        if not size:
-            return None
-        shape = *x_RLI.shape[:2], output.shape[-1]
-        noise_RLM = size * normal(shape, seed=0, step=len(record.x), name=target.name, role="nudge").float()
-        record.noise.append(at_places(noise_RLM, now))
-        return output + noise_RLM.view(output.shape).to(output.device, output.dtype)
-
-    def before_head(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        del module
-        if passes.now is not None and len(args[0]) == len(passes.now.example_R):
-            record.h.append(at_places(args[0], passes.now).cpu())
-            record.like = args[0].new_zeros(0)
-
-    with ExitStack() as hooks:
-        hooks.enter_context(model.register_forward_pre_hook(passes.enter))
-        hooks.enter_context(target.sites[0].module.register_forward_hook(layer, with_kwargs=True))
-        if head is not None:
-            hooks.enter_context(head.register_forward_pre_hook(before_head))
-        yield record
-
-
-def by_row(x: Tensor, rows: int) -> Tensor | None:
-    """Returns the inputs of a layer by rows of the pass, (R, L, I), from (R L, I) too, as in OPT; else None."""
-    if x.ndim == 2 and len(x) > rows and len(x) % rows == 0:
-        x = x.view(rows, -1, x.shape[-1])
-    return x if x.ndim == 3 and len(x) == rows else None
+    def take(self, layer: str, places: Places, inputs: LayerInputs) -> None:
+        assert inputs.at_PI is not None
+        own = inputs.at_PI.float().cpu()
+        if layer == HEAD:
+            self.h.append(own)
+            self.like = inputs.at_PI[:0]
+        else:
+            self.place.append(places.place_P)
+            self.x.append(own)
+            self.squares.append(inputs.output_square)
 
 
 def fits_text(model: Any) -> bool:
@@ -153,7 +128,8 @@ def fit_text(
     head, gains = output_head(model), None
     if head is not None and before.h and before.h[0].shape[1] == output_size(target):
         size = math.sqrt(sum(before.squares) / len(before.squares))
-        with recording_text(model, target, rows.places(), NUDGE * size) as moved:
+        moved = TextRecord(target, NUDGE * size)
+        with rows.watching(model, moved):
             rows.outputs(outputs)
         gains = arrives(torch.cat(moved.h) - torch.cat(before.h), torch.cat(moved.noise))
     if head is None or gains is None:
@@ -166,8 +142,10 @@ def fit_text(
     x_PI, h_PD = torch.cat(before.x) * share_P.unsqueeze(1), torch.cat(before.h)
     tokens_PK = outputs.tokens_TC.cpu()[place_P, :-1]
     tokens_C = tokens_of(tokens_PK)
-    rows_of_head = head_rows(head, tokens_C, h_PD.shape[1], before.like)
-    text = Text(x_PI, h_PD, gain_M, rows_of_head, tokens_C, tokens_PK, outputs.scores_TC.cpu()[place_P, :-1].float())
+    vocabulary: Any = head.out_features
+    (weight_XD, bias_X), count = rows.head_rows(model, with_others(tokens_C, vocabulary), before.like), len(tokens_C)
+    head_of = weight_XD[:count], bias_X[:count], weight_XD[count:]
+    text = Text(x_PI, h_PD, gain_M, head_of, tokens_C, tokens_PK, outputs.scores_TC.cpu()[place_P, :-1].float())
     u_DR, v_IR = text.fit(outputs.example_T[place_P].cpu(), rank)
     return reciprocal(gain_M).double().unsqueeze(1) * u_DR.double(), v_IR.double()
 
@@ -200,18 +178,10 @@ def tokens_of(tokens_PK: Tensor) -> Tensor:
     return torch.cat([right, others]).sort().values
 
 
-def head_rows(head: nn.Module, tokens_C: Tensor, size: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rows of the head for these tokens (C, D), their bias (C,), and rows for some of the others (S, D).
-
-    They are the scores of unit vectors of size D, in the type of `like`; float32, on the CPU.
-    """
-    eye_DD = torch.eye(size, dtype=like.dtype, device=like.device)
-    bias_V = head(torch.zeros_like(eye_DD[:1]))[0]
-    shuffled_V = torch.randperm(len(bias_V), generator=torch.Generator().manual_seed(0))
-    both = torch.cat([tokens_C, shuffled_V[~torch.isin(shuffled_V, tokens_C)][:OTHERS]]).to(bias_V.device)
-    parts = torch.split(eye_DD, max(1, HEAD_BYTES // (4 * len(bias_V))))
-    found_XD = torch.cat([(head(part) - bias_V)[:, both].float().cpu() for part in parts]).T
-    return found_XD[: len(tokens_C)], bias_V[both][: len(tokens_C)].float().cpu(), found_XD[len(tokens_C) :]
+def with_others(tokens_C: Tensor, vocabulary: int) -> Tensor:
+    """Returns these tokens, and behind them `OTHERS` of the others, drawn at random."""
+    shuffled_V = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))
+    return torch.cat([tokens_C, shuffled_V[~torch.isin(shuffled_V, tokens_C)][:OTHERS]])
 
 
 class Text:

@@ -7,10 +7,12 @@ model of the scores. `tezo.closure` and the objectives of `tezo.tasks` make clos
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tezo.directions.outputs import Outputs, Places
+from tezo.forward.watching import Watcher, head_rows, hooked
 
 Closure = Callable[[], Tensor | float]
 
@@ -84,6 +86,11 @@ class RowOutputs(Losses):
         return None
 
     @property
+    def are_texts(self) -> bool:
+        """Whether a place is a token of an answer in free text."""
+        return False
+
+    @property
     def held_out(self) -> "RowOutputs | None":
         """Rows that nothing is fitted to, by which a step may be shortened; None: there are none."""
         return None
@@ -99,6 +106,20 @@ class RowOutputs(Losses):
     @abstractmethod
     def places(self) -> Sequence[Places | None]:
         """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows."""
+
+    def watching(self, model: nn.Module, watcher: Watcher) -> AbstractContextManager[None]:
+        """While open, a watcher looks into the passes of `outputs`, which are passes of this model."""
+        return hooked(model, watcher, self.places())
+
+    def head_rows(self, model: nn.Module, tokens_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows of the model's output head for these tokens (X, D), and their bias (X,): float32.
+
+        `like`: inputs of the head, (..., D).
+
+        Raises:
+            RequestError: they cannot be read.
+        """
+        return head_rows(model, tokens_X, like)
 
     def outputs_of(self, copies: int, like: Outputs | None = None) -> list[Outputs]:
         """Returns the outputs of each of `copies` models, more than one only where `most_copies` allows it.

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 from filelock import lock_descriptor
@@ -148,6 +148,27 @@ def write_file(path: Path, data: bytes) -> None:
         try:
             remove(beside)
             _write(beside, NEW, data, forced=True)
+            os.replace(beside, path)  # noqa: PTH105
+            sync(path.parent)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yields a temporary file to write into. It replaces `path` if the block succeeds; otherwise `path` is unchanged.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    beside = _beside(path)
+    with storing(path):
+        try:
+            remove(beside)
+            with open(open_plain(beside, NEW), "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(beside, path)  # noqa: PTH105
             sync(path.parent)
         finally:

@@ -2,13 +2,14 @@
 
 import copy
 import json
+import shutil
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tezo.models.gguf import check_gguf, save_gguf
+from tezo.models.gguf import GGUF_FILE, check_gguf, is_gguf, save_gguf
 from tezo.models.kinds import MEAN, CarriedLabels, kind_of
 from tezo.models.loading import LoadedModel, load_model
 from tezo.models.lora import load_adapter, merge_adapter, next_allowed, save_adapter, save_model
@@ -25,16 +26,18 @@ from tezo.models.saving import (
     shown_name,
 )
 from tezo.runs.folder import ADAPTER, CONFIG, MODEL
-from tezo.system.errors import RequestError, RunError
-from tezo.system.files import check_free, new_folder, one_line, open_to_read, own_object, read_bytes
+from tezo.system.errors import RequestError, RunError, TezoError
+from tezo.system.files import check_free, new_folder, one_line, open_to_read, own_object, read_bytes, write_file
 from tezo.system.progress import SAVING, UPLOADING, current
 from tezo.tasks.formats import default_template
 from tezo.tasks.row_files import DataConfig
-from tezo.training.opening import check_result, open_base
+from tezo.training.job import load
+from tezo.training.opening import check_result, measure_rows, open_base, open_tuned, rows_to_measure
 from tezo.training.settings import Config, read_run_config
 from tezo.training.summary import tuning_of
 
-LORA, MERGED, GGUF = "lora", "merged", "gguf-lora"
+LORA, MERGED, GGUF, WHOLE = "lora", "merged", "gguf-lora", "gguf"
+WHOLE_FILE, MODELFILE = "model.gguf", "Modelfile"
 
 _PEFT_CONFIG = "adapter_config.json"
 _WAY_OUT = "put an intact copy in its place"
@@ -67,6 +70,10 @@ def export_run(
     ]
     config = _checked_config(run, output, form, [*settings, *([("model.name", model)] if model else [])])
     saved, peft = run / ADAPTER, config.model.peft
+    if form == GGUF and (saved / GGUF_FILE).is_file():  # which the engine of the run has written
+        with current().phase(SAVING), new_folder(output) as folder:
+            shutil.copyfile(saved / GGUF_FILE, folder / GGUF_FILE)
+        return None
     if not saved.is_dir():
         kind, dtype = config.model.kind, config.model.dtype
         loaded = load_model(str(run / MODEL), kind=kind, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -81,6 +88,9 @@ def export_run(
 
 def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None:
     """Writes the same as `export_run` from the run's model in memory, which is left as it is."""
+    if form == WHOLE:  # of the files of the run, where the weights are packed
+        export_whole(run, output)
+        return
     config = _checked_config(run, output, form, [])
     if form == MERGED:
         check_mergeable(tuned.model)
@@ -102,7 +112,7 @@ def _checked_config(run: Path, output: Path, form: str, settings: list[tuple[str
     check_result(run)
     check_free(output)
     if form not in (LORA, MERGED, GGUF):
-        raise RequestError(f"format is {form!r}; it must be {LORA}, {MERGED} or {GGUF}.")
+        raise RequestError(f"format is {form!r}; it must be {LORA}, {MERGED}, {GGUF} or {WHOLE}.")
     config = read_run_config(run / CONFIG, settings)
     peft = config.model.peft
     if form == MERGED and config.model.quantization != "none":
@@ -145,9 +155,94 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
         else:
             check_in_peft(adapter, model, folder)
             save_adapter(adapter, folder, model=model, base=base_in_peft(config.model.name, model))
-            save_card(adapter, folder, model, config.model.name, loaded.fingerprint, tuning)
-            return next_allowed(adapter.rank)
+            rank = next_allowed(adapter.rank)
+            save_card(folder, Saved("lora", config.model.name, loaded.kind, rank), loaded.fingerprint, tuning)
+            return rank
     return None
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """A GGUF file that has a run's change in it.
+
+    Attributes:
+        path: of the file.
+        matrices: number of matrices that were changed.
+        lost: largest error of packing a matrix, as a part of its change.
+        rows: what the losses are of; None: they were not measured.
+        losses: of the base with the adapter, and of the file.
+        notices: for the user.
+    """
+
+    path: Path
+    matrices: int
+    lost: float
+    rows: str | None
+    losses: tuple[float, float] | None
+    notices: tuple[str, ...] = ()
+
+
+def export_whole(run: Path, output: Path, *, model: str | None = None, keep_tuned: str | None = None) -> WholeFile:
+    """Writes the base's GGUF file with the change of a run in it, and a Modelfile for Ollama beside it.
+
+    Args:
+        run: folder of the run.
+        output: folder to write, new.
+        model: GGUF file of the base model; None: as the run names it.
+        keep_tuned: type of the changed matrices, such as q8_0; None: that of each in the base.
+
+    Raises:
+        RequestError: the base is no GGUF file or another one, the run has no adapter, or a matrix cannot be packed.
+    """
+    from tezo.engines.llama_cpp.engine import LlamaCpp
+    from tezo.engines.llama_cpp.loading import file_of
+    from tezo.engines.llama_cpp.model import LlamaModel
+    from tezo.engines.llama_cpp.modelfile import modelfile
+    from tezo.engines.llama_cpp.tokenizer import LlamaTokenizer
+    from tezo.engines.llama_cpp.whole import write_whole
+
+    check_result(run)
+    check_free(output)
+    settings = [("model.engine", "llama.cpp"), ("model.dtype", "auto"), ("model.device", "auto")]
+    config = read_run_config(run / CONFIG, [*settings, *([("model.name", model)] if model else [])])
+    if config.model.peft != "none" or not (run / ADAPTER).is_dir():
+        raise RequestError(
+            f"format is {WHOLE}, which needs an adapter of this library, and {run} has none; use merged."
+        )
+    name = config.model.name
+    if not name.startswith("embedded:") and not is_gguf(Path(name).expanduser()):
+        raise RequestError(
+            f"format is {WHOLE}, which is written of a base in GGUF, and that of {run} is {name}; give the file of the "
+            "same weights by --model, or use the format merged, and then convert_hf_to_gguf.py of llama.cpp."
+        )
+    path, loaded = file_of(name), open_base(run, config)
+    assert isinstance(loaded.engine, LlamaCpp)
+    change = loaded.engine.stored(load_adapter(run / ADAPTER).pairs)
+    with current().phase(SAVING), new_folder(output) as folder:
+        done = write_whole(path, folder / WHOLE_FILE, change, keep_tuned=keep_tuned)
+        tokenizer = LlamaTokenizer(LlamaModel(path, vocabulary_only=True), path, loaded.max_length)
+        write_file(folder / MODELFILE, modelfile(WHOLE_FILE, tokenizer).encode())
+    lost, written = max((own.lost for own in done), default=0.0), output / WHOLE_FILE
+    try:
+        rows, losses = _losses(run, config, loaded, written)
+    except TezoError as error:
+        return WholeFile(written, len(done), lost, None, None, (f"the loss of the file was not measured ({error}).",))
+    return WholeFile(written, len(done), lost, rows, losses)
+
+
+def _losses(run: Path, config: Config, loaded: LoadedModel, written: Path) -> tuple[str, tuple[float, float]]:
+    """Returns (rows in words, losses of the base with the adapter and of a file that has it packed in)."""
+    rows, source, _ = rows_to_measure(run, config, None)
+    tuned = open_tuned(run, config, loaded)
+    try:
+        with_adapter, _ = measure_rows(config, tuned.loaded, rows)
+    finally:
+        tuned.close()
+    alone = replace(config, model=replace(config.model, name=str(written)))
+    packed, _ = measure_rows(alone, load(alone), rows)
+    if "loss" not in with_adapter:
+        raise RequestError(f"{source} have no loss")
+    return f"{len(rows)} rows of {source}", (float(with_adapter["loss"]), float(packed["loss"]))
 
 
 def push_run(run: Path, name: str, *, public: bool = False) -> str:

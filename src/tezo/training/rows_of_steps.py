@@ -131,7 +131,7 @@ BASIS_ROWS = 64
 """Training rows that a basis which sees the data looks at: as many as two steps of 16 rows pass."""
 
 LOOKED_AT_ONCE = 32
-"""Rows of a pass in torch where an engine runs the others, so that a look takes little more memory than they do."""
+"""Rows of a pass of a look where an engine runs the others, so that it takes little more memory than they do."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def rows_to_look_at(
     others = [row for row in looked if row not in apart]
     left = min(count - len(first), len(others))
     numbers = first + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]
-    looking = objective.in_torch()
+    looking = objective.shown()
     most = settings.most_rows if loaded.engine is None else LOOKED_AT_ONCE
     return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), stepped=len(first))
 

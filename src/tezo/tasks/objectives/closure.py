@@ -1,7 +1,7 @@
 """The loss of a model on batches: free functions of scores, and the closure that runs the model and applies them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.directions.outputs import Outputs, Places, joined
+from tezo.forward.watching import Watcher
 from tezo.optim.closures import RowLosses, RowOutputs
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.evaluators import Evaluator, TextEvaluator, whole_rows
@@ -126,6 +127,10 @@ class BatchClosure(RowLosses, RowOutputs):
         return self.evaluator
 
     @property
+    def are_texts(self) -> bool:
+        return self._of_text is not None
+
+    @property
     def _is_causal(self) -> bool:
         return isinstance(self.evaluator, TextEvaluator)
 
@@ -210,8 +215,14 @@ class BatchClosure(RowLosses, RowOutputs):
 
     def places(self) -> list[Places | None]:
         found: list[Places | None] = [None] if self.evaluator.shared_rows else []
-        is_text, start = self._of_text is not None, 0
+        start = 0
         for batch in self.batches:
-            found += token_places(batch, start) if is_text else option_places(batch, start, self._is_causal)
+            found += token_places(batch, start) if self.are_texts else option_places(batch, start, self._is_causal)
             start += batch.num_terms
         return found
+
+    def watching(self, model: Any, watcher: Watcher) -> AbstractContextManager[None]:
+        return self.evaluator.watching(model, watcher, self.places())
+
+    def head_rows(self, model: Any, tokens_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        return self.evaluator.head_rows(model, tokens_X, like)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tezo.directions.outputs import Places
 from tezo.forward.engine import Continuing
+from tezo.forward.watching import Watcher, head_rows, hooked
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.batch import Batch
 
@@ -56,6 +58,24 @@ class Evaluator(ABC):
     def in_torch(self) -> "Evaluator":
         """Returns the evaluator whose passes run the model's modules, for hooks in them."""
         return self
+
+    def shown(self) -> "Evaluator":
+        """Returns the evaluator whose passes can be watched: this one, or else that in torch."""
+        return self
+
+    def watching(self, model: Any, watcher: Watcher, places: Sequence[Places | None]) -> AbstractContextManager[None]:
+        """While open, a watcher looks into the passes, which have these places one after another."""
+        return hooked(model, watcher, places)
+
+    def head_rows(self, model: Any, tokens_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows of the output head for these tokens (X, D), and their bias (X,): float32.
+
+        `like`: inputs of the head, (..., D).
+
+        Raises:
+            RequestError: they cannot be read.
+        """
+        return head_rows(model, tokens_X, like)
 
 
 class TextEvaluator(Evaluator):

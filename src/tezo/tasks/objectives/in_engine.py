@@ -1,19 +1,32 @@
 """Forward passes of causal models in an engine, which is sent the change of the weights."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tezo.directions.outputs import LIKELY, named_and_rest
+from tezo.directions.outputs import LIKELY, Places, named_and_rest
 from tezo.forward.answers import has_twins
-from tezo.forward.engine import NOTHING, Asked, Change, Continuing, Engine, Told, changes_of
+from tezo.forward.engine import (
+    HEAD,
+    NOTHING,
+    Asked,
+    Change,
+    Continuing,
+    Engine,
+    LayerInputs,
+    Told,
+    Watch,
+    changes_of,
+)
+from tezo.forward.watching import PassPlaces, Watcher, are_averaged
 from tezo.models.lora import attached_to
 from tezo.system.progress import current
-from tezo.tasks.objectives.batch import Batch, padded
+from tezo.tasks.objectives.batch import Batch, Pass, padded
 from tezo.tasks.objectives.causal import CausalInTorch
 from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.objectives.evaluators import TextEvaluator
@@ -31,6 +44,23 @@ class CausalInEngine(TextEvaluator):
     def __init__(self, engine: Engine) -> None:
         self._engine, self.engine, self.most_copies = engine, engine.name, engine.at_once
         self._has_warned = False
+        self._watching: _Watching | None = None
+
+    def shown(self) -> TextEvaluator:
+        return self if self._engine.watches(HEAD) else CausalInTorch()
+
+    @contextmanager
+    def watching(self, model: Any, watcher: Watcher, places: Sequence[Places | None]) -> Iterator[None]:
+        del model
+        self._watching = _Watching(watcher, PassPlaces(places, watcher.most))
+        try:
+            yield
+        finally:
+            self._watching = None
+
+    def head_rows(self, model: Any, tokens_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        del model, like
+        return self._engine.head_rows(tokens_X)
 
     def in_torch(self) -> TextEvaluator:
         return CausalInTorch()
@@ -50,9 +80,10 @@ class CausalInEngine(TextEvaluator):
     def _answers(self, model: Any, batch: Batch, copies: int) -> tuple[Tensor, Tensor]:
         """Returns (log-probabilities of the answer tokens, whether each is the most likely), (copies, S, K) each."""
         valid_SK, right_T = torch.cat([rows.valid_SK for rows in batch.passes]), _answer_tokens(batch)
-        asked, place_T, slot_T1 = ask(batch, right_T.unsqueeze(1), likely=1)
+        question = ask(batch, right_T.unsqueeze(1), likely=1, apart=self._asks_apart)
+        place_T, slot_T1 = question.place_T, question.slot_TC
         found, hits = (torch.zeros(copies, *valid_SK.shape, dtype=kind) for kind in (torch.float32, torch.bool))
-        for log_probs, hit, told in zip(found, hits, self._told(model, batch, asked, copies), strict=True):
+        for log_probs, hit, told in zip(found, hits, self._told(model, batch, question, copies), strict=True):
             log_probs[valid_SK] = told.log_probs_PC[place_T, slot_T1[:, 0]]
             hit[valid_SK] = told.likely_PL[place_T, 0] == right_T
         return found, hits
@@ -62,9 +93,10 @@ class CausalInEngine(TextEvaluator):
     ) -> list[tuple[Tensor, Tensor]]:
         right_T = _answer_tokens(batch)
         named_TC = right_T.unsqueeze(1) if tokens_TC is None else tokens_TC[:, :-1]
-        asked, place_T, slot_TC = ask(batch, named_TC, likely=LIKELY + 1 if tokens_TC is None else 0)
+        question = ask(batch, named_TC, likely=LIKELY + 1 if tokens_TC is None else 0, apart=self._asks_apart)
+        place_T, slot_TC = question.place_T, question.slot_TC
         found = []
-        for told in self._told(model, batch, asked, copies):
+        for told in self._told(model, batch, question, copies):
             log_probs_TC = told.log_probs_PC[place_T.unsqueeze(1), slot_TC]
             columns_TC = tokens_TC
             if columns_TC is None:
@@ -100,9 +132,17 @@ class CausalInEngine(TextEvaluator):
         current().count(sum(len(row) for texts in found for row in texts))
         return found
 
-    def _told(self, model: Any, batch: Batch, asked: Asked, copies: int) -> list[Told]:
+    @property
+    def _asks_apart(self) -> bool:
+        """Whether equal texts of different examples are computed apart, since vectors are added to each."""
+        return self._watching is not None and bool(self._watching.watcher.adds)
+
+    def _told(self, model: Any, batch: Batch, question: "Question", copies: int) -> list[Told]:
         current().count(copies * sum(len(rows.example_R) for rows in batch.passes))
-        told = self._engine.log_probs(self._changes(model, copies), asked)
+        changes = self._changes(model, copies)
+        if self._watching is not None:
+            return [self._watching.told(self._engine, change, batch, question) for change in changes]
+        told = self._engine.log_probs(changes, question.asked)
         if has_twins(told):  # it ignores changes, or rounds them away
             self._engine.check_changes()
             self._warn_of_twins(copies)
@@ -133,8 +173,27 @@ def _answer_tokens(batch: Batch) -> Tensor:
     return torch.cat([rows.tokens_SK[rows.valid_SK] for rows in batch.passes])
 
 
-def ask(batch: Batch, tokens_TC: Tensor, likely: int) -> tuple[Asked, Tensor, Tensor]:
-    """Returns (the request to an engine for a batch without packed rows, place_T, slot_TC) for its answer tokens.
+@dataclass(frozen=True)
+class Question:
+    """What to ask of an engine on a batch, and where the answers are.
+
+    Attributes:
+        asked: the request.
+        place_T: int64, place of each answer token in the request.
+        slot_TC: int64, where its tokens of interest are among those of the place.
+        numbers: (example, tokens up to it) -> place in the request; the example is 0 where they are not asked apart.
+        apart: whether examples are asked apart.
+    """
+
+    asked: Asked
+    place_T: Tensor
+    slot_TC: Tensor
+    numbers: Mapping[tuple[int, tuple[int, ...]], int]
+    apart: bool
+
+
+def ask(batch: Batch, tokens_TC: Tensor, likely: int, *, apart: bool = False) -> Question:
+    """Returns what to ask of an engine on a batch without packed rows.
 
     Places with equal texts up to them are one place, and texts that are the beginning of others are not asked apart.
 
@@ -142,30 +201,90 @@ def ask(batch: Batch, tokens_TC: Tensor, likely: int) -> tuple[Asked, Tensor, Te
         batch: the batch.
         tokens_TC: int64, tokens of interest at each valid answer token.
         likely: number of most likely tokens wanted at each place.
+        apart: whether only places and texts of the same example may be one.
     """
-    seen: list[tuple[int, ...]] = []
+    seen: list[tuple[int, tuple[int, ...]]] = []
     for rows in batch.passes:
-        ids, (row_T, position_T) = rows.inputs["input_ids"].tolist(), rows.answer_reads()
-        seen += [tuple(ids[r][: p + 1]) for r, p in zip(row_T.tolist(), position_T.tolist(), strict=True)]
+        seen += _contexts(rows, *rows.answer_reads(), apart=apart)
     contexts = sorted(set(seen))
     texts: list[tuple[int, ...]] = []
-    text_of = []
-    for i, context in enumerate(contexts):
+    groups, text_of = [], []
+    for i, (example, context) in enumerate(contexts):
         text_of.append(len(texts))
-        following = contexts[i + 1] if i + 1 < len(contexts) else ()
-        if following[: len(context)] != context:
+        other, following = contexts[i + 1] if i + 1 < len(contexts) else (example, ())
+        if other != example or following[: len(context)] != context:
             texts.append(context)
-    place_of = {context: i for i, context in enumerate(contexts)}
+            groups.append(example)
+    numbers = {both: i for i, both in enumerate(contexts)}
+    place_of_seen = [numbers[both] for both in seen]
     wanted: list[dict[int, int]] = [{} for _ in contexts]  # token -> its slot
     slots = []
-    for context, tokens in zip(seen, tokens_TC.tolist(), strict=True):
-        slot_of = wanted[place_of[context]]
+    for place, tokens in zip(place_of_seen, tokens_TC.tolist(), strict=True):
+        slot_of = wanted[place]
         slots.append([slot_of.setdefault(token, len(slot_of)) for token in tokens])
     asked = Asked(
         texts,
         torch.tensor(text_of),
-        torch.tensor([len(context) - 1 for context in contexts]),
+        torch.tensor([len(context) - 1 for _, context in contexts]),
         padded([list(slot_of) for slot_of in wanted], NOTHING),
         likely,
+        torch.tensor(groups) if apart else None,
     )
-    return asked, torch.tensor([place_of[context] for context in seen]), torch.tensor(slots)
+    return Question(asked, torch.tensor(place_of_seen), torch.tensor(slots), numbers, apart)
+
+
+def _contexts(rows: Pass, row_P: Tensor, position_P: Tensor, *, apart: bool) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns (example, tokens up to it) of places in the rows of a pass; see `Question.numbers`."""
+    ids = rows.inputs["input_ids"].tolist()
+    return [
+        (rows.example_R[row] if apart else 0, tuple(ids[row][: position + 1]))
+        for row, position in zip(row_P.tolist(), position_P.tolist(), strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Watching:
+    """A watcher of the passes of an engine, and the places of these."""
+
+    watcher: Watcher
+    passes: PassPlaces
+
+    def told(self, engine: Engine, change: Change, batch: Batch, question: Question) -> Told:
+        """Asks an engine, and shows the watcher what it looks at."""
+        watcher, looked, added = self.watcher, [], dict[str, list[Tensor]]()
+        vectors: dict[str, dict[int, Tensor]] = {layer: {} for layer in watcher.adds}
+        for rows in batch.passes:
+            self.passes.enter()
+            now = self.passes.now
+            if now is None:
+                continue
+            watcher.begin()
+            for layer, of_text in vectors.items():
+                self._add(layer, of_text, rows, now, question)
+            contexts = _contexts(rows, now.row_P, now.position_P, apart=question.apart)
+            looked.append((now, [question.numbers[context] for context in contexts]))
+        places = sorted({place for _, own in looked for place in own})
+        for layer, of_text in vectors.items():
+            size = next((len(own[0]) for own in of_text.values()), 0)
+            none = torch.zeros(1, size)
+            if of_text:
+                added[layer] = [of_text.get(text, none) for text in range(len(question.asked.texts))]
+        means = watcher.means and all(are_averaged(now) for now, _ in looked)
+        watch = Watch(watcher.inputs if places else (), means, torch.tensor(places, dtype=torch.int64), added)
+        told, found = engine.watch(change, question.asked, watch)
+        number = {place: i for i, place in enumerate(places)}
+        for now, own in looked:
+            at_P = torch.tensor([number[place] for place in own])
+            for layer, inputs in found.items():
+                at, mean = (None if each is None else each[at_P] for each in (inputs.at_PI, inputs.mean_PI))
+                watcher.take(layer, now, LayerInputs(at, mean, inputs.output_square))
+        return told
+
+    def _add(self, layer: str, of_text: dict[int, Tensor], rows: Pass, now: Places, question: Question) -> None:
+        """Puts down the vectors of the texts of a pass: those of the row of which a text is the beginning."""
+        added_RLM = self.watcher.added(layer, now, rows.inputs["input_ids"].shape[1]).float()
+        row_T, position_T = rows.answer_reads()
+        for row, context in zip(row_T.tolist(), _contexts(rows, row_T, position_T, apart=question.apart), strict=True):
+            text, own = int(question.asked.text_P[question.numbers[context]]), added_RLM[row]
+            if question.asked.texts[text] == context[1]:
+                of_text[text] = own if len(own) == 1 else own[: len(context[1])]

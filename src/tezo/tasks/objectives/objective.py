@@ -187,3 +187,9 @@ class Objective(ABC):
         found = copy.copy(self)
         found.evaluator = self.evaluator.in_torch()
         return found
+
+    def shown(self) -> Self:
+        """Returns the objective whose passes can be watched: in an engine that shows layers, or else in torch."""
+        found = copy.copy(self)
+        found.evaluator = self.evaluator.shown()
+        return found

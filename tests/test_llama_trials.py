@@ -1,0 +1,40 @@
+"""Files of each architecture and type: tuned by the default for a round, saved, exported and read back by llama.cpp.
+
+docs/any-file.md has what these trials found; `benchmarks/any_file.py` repeats them for its table.
+"""
+
+import pytest
+from architectures import ARCHITECTURES, TYPES, makes_models
+from file_trials import LARGE, REFUSED, holds, tried
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not makes_models(), reason="this llama.cpp does not make the tensors of a model"),
+]
+DIAGONAL = {("qwen3", "F32"), ("gpt2", "BF16"), ("qwen3moe", "Q8_0"), ("gemma3", "Q5_0"), ("phi3", "Q4_K_M"),
+            ("stablelm", "F16"), ("olmo2", "Q6_K"), ("granite", "IQ4_NL")}  # fmt: skip
+"""What the fast tests have: each type once."""
+EVERY = [
+    (architecture, kind)
+    for architecture in ARCHITECTURES
+    for kind in TYPES
+    if kind == "F32" or architecture not in LARGE
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [pytest.param(*own, marks=() if own in DIAGONAL else pytest.mark.slow) for own in EVERY],
+)
+def test_a_file_is_tuned_saved_exported_and_read_back(architecture, kind, tmp_path):
+    found = tried(architecture, kind, "llama.cpp", tmp_path)
+    assert holds(found, architecture, kind), found
+    assert found["layers"] > 0
+    assert any("mixture" in notice for notice in found["notices"]) == ("expert_count" in ARCHITECTURES[architecture])
+
+
+@pytest.mark.parametrize("kind", [pytest.param(own, marks=() if own == "Q5_0" else pytest.mark.slow) for own in TYPES])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_so_it_is_in_torch(architecture, kind, tmp_path):
+    found = tried(architecture, kind, "torch", tmp_path)
+    assert REFUSED not in found and holds(found, architecture, kind), found
