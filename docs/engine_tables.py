@@ -129,8 +129,19 @@ def real_tasks() -> str:
     )
 
 
+ABLATED = {
+    "as it is": "the default",
+    "without the look: Gaussian directions": "without computed directions: Gaussian ones",
+    "without outputs: one loss of each pass": "without outputs: one loss for each pass",
+    "without leaving rows out of what is foretold": "without leave-one-out predictions",
+    "without the last word of dev rows": "without the final decision on dev rows",
+    "without trust: no step is measured": "without measuring a step",
+}
+"""Part in the results -> its words in the table, where they differ."""
+
+
 def ablations() -> str:
-    """What a run of gauss-newton comes to with one part taken away."""
+    """Results of gauss-newton with one part removed."""
     found = read("ablations")
     parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name, run in found["runs"].items():
@@ -139,7 +150,7 @@ def ablations() -> str:
     tasks = list(dict.fromkeys(task for of in parts.values() for task in of))
     rows = [
         [
-            part,
+            ABLATED.get(part, part),
             *(
                 cell
                 for task in tasks

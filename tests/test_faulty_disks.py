@@ -202,7 +202,7 @@ def test_a_file_system_that_takes_no_more_is_named_by_the_command_line(home, tmp
     # a limit of the operating system on the size of a file: the model's weights don't fit, its log does
     done = forked(TEZO, "train", recipe, "--output", run, "--json", largest_file=9000)
     assert done.returncode == 1, done.stderr
-    assert re.search(r"error: \S+run/checkpoint-3 cannot be written: .*\. What was saved before is intact", done.stderr)
+    assert re.search(r"error: \S+run/checkpoint-3 cannot be written: .*\. Files saved earlier are intact", done.stderr)
     assert "Traceback" not in done.stderr and not list(run.rglob("*.partial"))
     train(made, run, resume=True)
     assert contents(run) == contents(tmp_path / "whole")

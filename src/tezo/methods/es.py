@@ -39,7 +39,7 @@ def es(
         A <- (1 - lr wd) A - lr (1/P) sum_i kappa_i U_i,   W = W_0 + A V^T,   wd = `weight_decay`.
 
     For rewards and other losses that no short distance changes smoothly: one score of each member, P evaluations a
-    step, which run side by side where the passes allow it. What is trained is an exact LoRA adapter of rank r.
+    step, which run side by side where the passes allow it. The result is an exact LoRA adapter of rank r.
 
     The estimate is that of evolution strategies with fitness over its spread (Salimans et al. 2017; Qiu et al. 2025,
     arXiv 2509.24372, for language models); low-rank members are of EGGROLL (Sarkar et al. 2025, arXiv 2511.16652),

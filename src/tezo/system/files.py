@@ -115,7 +115,7 @@ def storing(path: Path) -> Iterator[None]:
             reason = "its folder is gone; restore it, then start again (a run with --resume)"
         else:
             reason = getattr(error, "strerror", None) or (one_line(error) if number is None else os.strerror(number))
-        raise RunError(f"{path} cannot be written: {reason}. What was saved before is intact.") from error
+        raise RunError(f"{path} cannot be written: {reason}. Files saved earlier are intact.") from error
 
 
 @contextmanager
