@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from folders import completion_rows, label_rows, model_folder, refused, settings, tezo, write_rows
+from folders import bpe_tokenizer, completion_rows, label_rows, model_folder, refused, settings, tezo, write_rows
+from gguf_files import tiny_llama, write_gguf
 
 from tezo.tasks.setup import row_of_prompt
 from tezo.tasks.splits import rows_of
@@ -106,3 +107,16 @@ def test_a_terminal_has_a_sign_and_an_empty_line_ends_it(home):
     assert process.returncode == 0, err
     assert out.count(b"> ") == 2 and len(out) > len(b"> > \n"), out
     os.close(above), os.close(below)
+
+
+@pytest.mark.engine
+def test_a_file_in_llama_cpp_is_heard_as_it_writes(tmp_path):
+    tokenizer = bpe_tokenizer(chat=True)
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_llama(len(tokenizer), max_position_embeddings=512), tokenizer)
+    config = opening.run_config(str(file), [("model.engine", "llama.cpp")])
+    (only,) = opening.speakers(str(file), config)
+    row = row_of_prompt(config.data, only.loaded, "how are you")
+    pieces: list[str] = []
+    (answer,), _ = opening.answer_rows(config, only.loaded, [row], NEW, pieces.append)
+    (again,), _ = opening.answer_rows(config, only.loaded, [row], NEW)
+    assert "".join(pieces).strip() == answer == again and len(pieces) > 3

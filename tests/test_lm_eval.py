@@ -188,3 +188,29 @@ def test_an_evaluator_has_the_figures_of_the_harness_itself(home, tmp_path, fami
                 for (mine,), (right,) in zip(ours["resps"], theirs["resps"], strict=True):
                     assert mine[0] == pytest.approx(right[0], abs=1e-3) and mine[1] == right[1]
     assert "asked" not in kinds or any(sample["resps"][0][0] for sample in found[0]["asked"])
+
+
+@pytest.mark.engine
+def test_a_file_in_llama_cpp_has_the_figures_of_transformers(home, tmp_path):
+    from folders import bpe_tokenizer
+    from gguf_files import tiny_llama, write_gguf
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    tokenizer = bpe_tokenizer(chat=True)
+    model = tiny_llama(len(tokenizer), max_position_embeddings=512).eval()
+    file = write_gguf(tmp_path / "tiny.gguf", model, tokenizer)
+    found = []
+    for name in ("said", "mood"):
+        done = tezo("eval", file, "--set", "model.engine=llama.cpp", "--lm-eval", name, "--task-folder", home / "tasks",
+                    "--json")  # fmt: skip
+        assert done.code == 0, done.err
+        found.append(json.loads(done.out)[name])
+    manager = TaskManager(include_path=str(home / "tasks"), include_defaults=False)
+    reference = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, add_bos_token=False)  # as the file says
+    theirs = simple_evaluate(reference, tasks=["said", "mood"], task_manager=manager, bootstrap_iters=0)["results"]
+    for name, ours in zip(("said", "mood"), found, strict=True):
+        for key, value in theirs[name].items():
+            if isinstance(value, float):
+                assert ours[key] == pytest.approx(value, rel=1e-3), (name, key)

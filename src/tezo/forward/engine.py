@@ -112,7 +112,7 @@ class Continuing:
         temperature: of the sampling that `noisy` does; 0: greedy.
         seeds: one for each prompt, for an engine that draws its random numbers itself.
         line_ended: (row, its tokens) -> whether a line break in their text ends them; None: it does not.
-        heard: called with each new token of a single prompt; an engine in another process calls it at the end, for all.
+        heard: called with each new token of a single prompt, by an engine that `streams`.
     """
 
     most: int
@@ -164,6 +164,9 @@ class Engine(ABC):
 
     at_once = 1
     """Number of changes that it computes side by side."""
+
+    streams = False
+    """Whether `generate` calls `Continuing.heard` as it writes."""
 
     @abstractmethod
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:

@@ -50,24 +50,21 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness has no type
 
     @property
     def tokenizer_name(self) -> str:
-        return str(self.tokenizer.name_or_path).replace("/", "__")
+        return str(getattr(self.tokenizer, "name_or_path", "")).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """Returns the tokens of a text, with those that the tokenizer puts around it unless it begins with one."""
-        start = self.tokenizer.decode(self.prefix_token_id)
-        if add_special_tokens is None and start and string.startswith(start):
-            add_special_tokens = False
-        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return [int(token) for token in self.tokenizer.encode(string, **options)]
+        start = self.tokenizer.decode([self.prefix_token_id])
+        if add_special_tokens is None:
+            add_special_tokens = not (start and string.startswith(start))
+        return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Returns a conversation as text."""
+        more = {} if add_generation_prompt else {"continue_final_message": True}
         return str(
             self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
+                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt, **more
             )
         )
 
@@ -118,7 +115,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness has no type
             kwargs = normalize_gen_kwargs(asked, MAX_NEW_TOKENS)
             if kwargs.get("do_sample"):
                 raise RequestError("lm-eval's task asks for samples, and answers of an engine are greedy here.")
-            stops = handle_stop_sequences(kwargs.get("until"), eos=self.tokenizer.decode(self.eot_token_id))
+            stops = handle_stop_sequences(kwargs.get("until"), eos=self.tokenizer.decode([self.eot_token_id]))
             most = int(kwargs["max_gen_toks"])
             if most >= self._loaded.max_length:
                 raise RequestError(

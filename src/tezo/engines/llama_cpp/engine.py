@@ -43,6 +43,7 @@ class LlamaCpp(Engine):
     """
 
     name = "llama.cpp"
+    streams = True
 
     def __init__(self, model: LlamaModel, names: Names) -> None:
         self._model, self._names = model, names
@@ -257,6 +258,8 @@ def _continue(
     for place in range(wanted.most):
         for row, token in zip(open_rows, wanted.chosen(logits, open_rows, place), strict=True):
             written[row].append(token)
+            if wanted.heard is not None:
+                wanted.heard(token)
         open_rows = [row for row in open_rows if not wanted.is_end(row, written[row])]
         if not open_rows or place == wanted.most - 1:
             return

@@ -127,6 +127,9 @@ class CausalInEngine(TextEvaluator):
 
         wanted = replace(wanted, line_ended=line_ended if wanted.one_line else None)
         found = self._engine.generate(self._changes(model, copies), prompts, wanted)
+        if wanted.heard is not None and not self._engine.streams:
+            for token in found[0][0]:
+                wanted.heard(token)
         if copies > 1 and all(texts == found[0] for texts in found):  # by chance, or it ignores changes
             self._engine.check_changes()
         current().count(sum(len(row) for texts in found for row in texts))
