@@ -21,6 +21,8 @@ MOVED = 0.01
 """Least change of the loss by a step that counts."""
 HALF = {"gemma4"}
 """A change of the last bit becomes one of 0.01 in it: llama.cpp reads GELU from a table in half precision."""
+OVERFLOWS = {("mpt", "F16"), ("gemma4", "F16")}
+"""Products by matrices in F16 take their inputs in F16, where those of these random models are infinite."""
 READ_BACK = 0.02
 """Difference of losses that packed products may make, whose inputs are rounded in groups of tokens."""
 REFUSED, NOT_EXPORTED = "refused", "not exported"

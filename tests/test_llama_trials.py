@@ -5,7 +5,7 @@ docs/any-file.md has what these trials found; `benchmarks/any_file.py` repeats t
 
 import pytest
 from architectures import ARCHITECTURES, TYPES, makes_models
-from file_trials import LARGE, REFUSED, holds, tried
+from file_trials import LARGE, OVERFLOWS, REFUSED, holds, tried
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,6 +28,9 @@ EVERY = [
 )
 def test_a_file_is_tuned_saved_exported_and_read_back(architecture, kind, tmp_path):
     found = tried(architecture, kind, "llama.cpp", tmp_path)
+    if (architecture, kind) in OVERFLOWS:
+        assert "nan" in found[REFUSED]
+        return
     assert holds(found, architecture, kind), found
     assert found["layers"] > 0
     assert any("mixture" in notice for notice in found["notices"]) == ("expert_count" in ARCHITECTURES[architecture])
