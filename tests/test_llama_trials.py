@@ -14,11 +14,15 @@ pytestmark = [
 DIAGONAL = {("qwen3", "F32"), ("gpt2", "BF16"), ("qwen3moe", "Q8_0"), ("gemma3", "Q5_0"), ("phi3", "Q4_K_M"),
             ("stablelm", "F16"), ("olmo2", "Q6_K"), ("granite", "IQ4_NL")}  # fmt: skip
 """What the fast tests have: each type once."""
+ALL_TYPES = ("llama", "qwen3moe", "gemma3", "phi3", "falcon-h1", "gpt-oss")
+"""Architectures that are tried in every type; the others in float32 and in the commonest mix. The table has all."""
 EVERY = [
     (architecture, kind)
     for architecture in ARCHITECTURES
     for kind in TYPES
-    if kind == "F32" or architecture not in LARGE
+    if kind == "F32"
+    or (architecture not in LARGE and (kind == "Q4_K_M" or architecture in ALL_TYPES))
+    or (architecture, kind) in DIAGONAL
 ]
 
 
