@@ -584,8 +584,8 @@ def test_other_requests_that_cannot_work(home, tmp_path, monkeypatch):
         trained(output=tmp_path / "run")
     with pytest.raises(RequestError, match="exists already"):
         run.export(tmp_path / "run")
-    with pytest.raises(RequestError, match="format is 'gguf'"):
-        run.export(tmp_path / "export", "gguf")
+    with pytest.raises(RequestError, match="format is 'onnx'"):
+        run.export(tmp_path / "export", "onnx")
     with pytest.raises(RequestError, match="has no adapter"):
         trained(method="mezo").export(tmp_path / "export")
     (tmp_path / "run/summary.json").write_text("{")

@@ -282,7 +282,7 @@ def test_an_adapter_that_a_run_does_not_have(home, tmp_path):
 
 
 def test_an_unknown_export_format(home, tmp_path):
-    refused(tezo("export", home / "run", "--format", "gguf", "--output", tmp_path / "x"), "format", "'gguf'", "merged")
+    refused(tezo("export", home / "run", "--format", "onnx", "--output", tmp_path / "x"), "format", "'onnx'", "merged")
 
 
 @pytest.mark.parametrize("damage", ["cut", "no tensors", "no config", "other kind"])

@@ -115,7 +115,7 @@ def test_a_state_dict_has_the_float32_copies_and_other_weights_are_stepped_from(
     optimizer.param_groups[0]["lr"] = 1e-9
     optimizer.step(lm_loss(model, batches[0]))
     assert all(torch.equal(own, start[name]) for name, own in model.named_parameters())
-    with pytest.raises(RequestError, match="of another optimizer"):
+    with pytest.raises(RequestError, match="belongs to another optimizer"):
         other.load_state_dict(adam(tiny_opt(), lr=1e-2).state_dict())
 
 

@@ -322,7 +322,7 @@ def test_a_step_on_a_destroyed_model_is_a_warning_the_first_time_that_it_happens
     optimizer = mezo(model, rho=100.0, lr=0.0)
     optimizer.unperturbed_loss = float(model.loss().detach())
     with pytest.warns(
-        PerturbationWarning, match=r"with method\.rho 100 the loss at a perturbed point is .* own"
+        PerturbationWarning, match=r"with method\.rho 100 the loss at a perturbed point is .* unperturbed"
     ) as told:
         optimizer.step(model.loss)
     assert len(told) == 1
