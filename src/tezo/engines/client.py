@@ -159,7 +159,9 @@ def _said(reply: Reply) -> str:
     text = reply.text
     with suppress(MalformedError, KeyError, TypeError):
         text = str(reply.json()["error"]["message"])
-    text = " ".join("".join(own if own.isprintable() else " " for own in text).split()).partition(". ")[0].rstrip(".")
+    text = (
+        " ".join("".join(sign if sign.isprintable() else " " for sign in text).split()).partition(". ")[0].rstrip(".")
+    )
     lower = "; start it with a larger --max-lora-rank, or lower method.rank and method.frozen_rank"
     way_out = lower if RANK_LIMIT in text else ""
     return (text if len(text) <= 300 else f"{text[:300]} ...") + f"{way_out}."

@@ -48,9 +48,9 @@ class Model:
 def models_of(found: Any) -> list[Model]:
     """Returns the models in an answer of /v1/models, one without a parent among them."""
     models = []
-    for i, own in enumerate(_member(found, "data", list)):
+    for i, entry in enumerate(_member(found, "data", list)):
         with _inside(f"data[{i}]"):
-            name, parent = _member(own, "id", str), own.get("parent")
+            name, parent = _member(entry, "id", str), entry.get("parent")
             models.append(Model(name, None if parent is None else _of(str, parent, "parent")))
     if all(model.parent is not None for model in models):
         raise MalformedError("there is no model without a parent")
@@ -120,9 +120,9 @@ def continuations_of(
 
 def _choices(found: Any, model: str, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Returns the answer to each prompt."""
-    choices, own = _member(found, "choices", list), _member(found, "model", str)
-    if own != model:
-        raise MalformedError(f"an answer of the model {shown(own)}, where the adapter {model} was asked")
+    choices, named = _member(found, "choices", list), _member(found, "model", str)
+    if named != model:
+        raise MalformedError(f"an answer of the model {shown(named)}, where the adapter {model} was asked")
     if len(choices) != len(prompts):
         raise MalformedError(f"{len(choices)} choices for {len(prompts)} prompts")
     by_index = {_member(choice, "index", int): choice for choice in choices}
@@ -151,7 +151,7 @@ def _places(places: list[Any], prompt: Prompt, likely: int, vocabulary: int) -> 
     return found
 
 
-def _ranked(entries: dict[str, Any], own: int, likely: int, vocabulary: int) -> Table:
+def _ranked(entries: dict[str, Any], right: int, likely: int, vocabulary: int) -> Table:
     """Returns the table of a place, which has the prompt's token and the `likely` likeliest."""
     tokens = _named([*entries], vocabulary)
     try:
@@ -165,10 +165,10 @@ def _ranked(entries: dict[str, Any], own: int, likely: int, vocabulary: int) -> 
     by_rank = sorted(table.values(), key=itemgetter(1))
     ranks, values = [rank for _, rank in by_rank], [value for value, _ in by_rank]
     # the prompt's token is one of the likeliest, or is behind them
-    count = likely if table.get(own, (0.0, 0))[1] <= likely else likely + 1
-    if own not in table or len(ranks) != count or ranks[:likely] != list(range(1, likely + 1)):
+    count = likely if table.get(right, (0.0, 0))[1] <= likely else likely + 1
+    if right not in table or len(ranks) != count or ranks[:likely] != list(range(1, likely + 1)):
         raise MalformedError(
-            f"tokens {shown([*table])} with ranks {shown(ranks)}, where token {own} and the {likely} likeliest were "
+            f"tokens {shown([*table])} with ranks {shown(ranks)}, where token {right} and the {likely} likeliest were "
             "asked for"
         )
     if any(later > earlier for earlier, later in pairwise(values)):
@@ -180,16 +180,16 @@ def _ranked(entries: dict[str, Any], own: int, likely: int, vocabulary: int) -> 
 def _wanted(said: dict[str, Any], wanted: Sequence[int], vocabulary: int) -> Table:
     """Returns the table of the next token, which has the wanted tokens and the likeliest; the others have rank 2."""
     name, value, entries = (_one(_member(said, key, list), key) for key in OF_NEXT)
-    marked = [_of(str, own, "a token") for own in (name, *_of(dict, entries, OF_NEXT[2]))]
-    if wrong := [own for own in marked if not own.startswith(MARK)]:  # text, which may be a number
+    marked = [_of(str, text, "a token") for text in (name, *_of(dict, entries, OF_NEXT[2]))]
+    if wrong := [text for text in marked if not text.startswith(MARK)]:  # text, which may be a number
         raise MalformedError(f"tokens {shown(wrong)}, not {MARK}NUMBER")
-    likeliest, *tokens = _named([own.removeprefix(MARK) for own in marked], vocabulary)
-    own, *others = _log_probs([value, *entries.values()])
+    likeliest, *tokens = _named([text.removeprefix(MARK) for text in marked], vocabulary)
+    first, *others = _log_probs([value, *entries.values()])
     values = dict(zip(tokens, others, strict=True))
     if values.keys() != {*wanted, likeliest}:
         raise MalformedError(f"tokens {shown([*values])}, where {shown([*wanted])} and the likeliest were asked for")
-    if values[likeliest] != own:
-        raise MalformedError(f"token {likeliest} has the log-probabilities {values[likeliest]} and {own}")
+    if values[likeliest] != first:
+        raise MalformedError(f"token {likeliest} has the log-probabilities {values[likeliest]} and {first}")
     if values[likeliest] != max(values.values()):
         raise MalformedError(
             f"token {likeliest} is the likeliest at {values[likeliest]}, and another has {max(values.values())}"

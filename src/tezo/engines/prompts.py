@@ -1,6 +1,6 @@
 """Prompts: how log-probabilities at places of texts are asked of a program that only continues texts.
 
-A text is a prompt. Log-probabilities of its own next tokens come with the prompt; those of other tokens at a place are
+A text is a prompt. Log-probabilities of its next tokens come with the prompt; those of other tokens at a place are
 asked for by a prompt that ends there.
 """
 
@@ -42,16 +42,16 @@ def prompts_of(asked: Asked) -> list[Prompt]:
         places[text].append(place)
     positions, wanted = (
         asked.position_P.tolist(),
-        [[token for token in own if token != NOTHING] for own in asked.tokens_PC.tolist()],
+        [[token for token in tokens if token != NOTHING] for tokens in asked.tokens_PC.tolist()],
     )
-    for text, own in zip(asked.texts, places, strict=True):
-        whole = [*text, wanted[own[-1]][0]]
-        follows = [p for p in own if wanted[p] == [whole[positions[p] + 1]]]
+    for text, group in zip(asked.texts, places, strict=True):
+        whole = [*text, wanted[group[-1]][0]]
+        follows = [p for p in group if wanted[p] == [whole[positions[p] + 1]]]
         if follows:
             end = positions[follows[-1]] + 2
             found.append(Prompt(whole[:end], {p: positions[p] for p in follows}))
         found += [
-            Prompt(text[: positions[p] + 1], {p: positions[p]}, tuple(wanted[p])) for p in own if p not in follows
+            Prompt(text[: positions[p] + 1], {p: positions[p]}, tuple(wanted[p])) for p in group if p not in follows
         ]
     return found
 

@@ -129,10 +129,10 @@ class Server(Engine):
         self._vocabulary = len(model.get_output_embeddings().weight)
         self._own = f"{OWN}{os.getpid()}-{secrets.token_hex(4)}"
         models = again(client.models)
-        for left in (own.name for own in models if is_left(own.name)):
+        for left in (each.name for each in models if is_left(each.name)):
             self._unload(left)
         self._probe = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
-        self._check_same(next(own.name for own in models if own.parent is None))
+        self._check_same(next(each.name for each in models if each.parent is None))
         self.check_changes()
 
     def changes(self, module: str) -> bool:
@@ -192,7 +192,7 @@ class Server(Engine):
         if all(self._are_alike([self._no_change(), large]) for _ in range(2)):
             raise RequestError(
                 f"model.engine: the server at {self._client.address} ignores adapters: under two different ones its "
-                "log-probabilities are equal to the bit. Start it with --enable-lora, and give its own address, not "
+                "log-probabilities are equal to the bit. Start it with --enable-lora, and give its address, not "
                 "that of a program that answers in its place."
             )
 
@@ -241,9 +241,9 @@ class Server(Engine):
         for i, prompt in enumerate(prompts):
             groups.setdefault(prompt.wanted, []).append(i)
         found: dict[int, Answer] = {}
-        for own in groups.values():
-            answers = self._client.answers(name, [prompts[i] for i in own], likely, self._vocabulary)
-            found |= dict(zip(own, answers, strict=True))
+        for group in groups.values():
+            answers = self._client.answers(name, [prompts[i] for i in group], likely, self._vocabulary)
+            found |= dict(zip(group, answers, strict=True))
         return [found[i] for i in range(len(prompts))]
 
     def _again(self, ask: Callable[[], T]) -> T:

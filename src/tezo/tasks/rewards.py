@@ -90,10 +90,10 @@ class Reward:
             RequestError: all scores are missing.
         """
         ((texts, scores),) = self.scored(model, objective, encoded, batch_size, step, 1)
-        known = [own.value for own in scores if own.failure is None]
+        known = [one.value for one in scores if one.failure is None]
         mean, missing = sum(known) / len(known), 1 - len(known) / len(scores)
         metrics = {"loss": -mean, REWARD: mean} | ({MISSING_SCORES: missing} if missing else {})
-        return Evaluated(metrics, texts, [-own.value for own in scores])
+        return Evaluated(metrics, texts, [-one.value for one in scores])
 
     def sampling(self, step: int) -> Sampling | None:
         """Returns how completions are sampled at a step; None: they are greedy."""
@@ -132,13 +132,13 @@ class Reward:
             for e, text in zip(encoded, texts_of(objective, encoded, written), strict=True)
         ]
         found = self.scores(samples)
-        failures = [(own.failure, s.where) for own, s in zip(found, samples, strict=True) if own.failure is not None]
+        failures = [(one.failure, s.where) for one, s in zip(found, samples, strict=True) if one.failure is not None]
         if len(failures) == len(found):
             why, where = failures[0]
             way = f"--resume --reward {quote(self.name)}" if self.in_file else "reward=... and resume=True"
             lines = [
-                {"row": s.where, "completion": s.completion, "score": None, FAILED: own.failure}
-                for own, s in zip(found, samples, strict=True)
+                {"row": s.where, "completion": s.completion, "score": None, FAILED: one.failure}
+                for one, s in zip(found, samples, strict=True)
             ]
             raise ScorerError(
                 f"train.reward: {self.name} gave none of {len(found)} scores; for {where} it {why}. Mend it; a run "
@@ -147,7 +147,7 @@ class Reward:
             )
         if failures:
             self.gaps.setdefault(MISSING, f"{self.name} {failures[0][0]} for {failures[0][1]}")
-        lacks = [(", ".join(own.lacks), s.where) for own, s in zip(found, samples, strict=True) if own.lacks]
+        lacks = [(", ".join(one.lacks), s.where) for one, s in zip(found, samples, strict=True) if one.lacks]
         if lacks:
             self.gaps.setdefault(LACKING, f"{self.name} gave no {lacks[0][0]} for {lacks[0][1]}")
         size = len(encoded)
@@ -198,7 +198,7 @@ class RewardRows(RowLosses):
         with self._objective.evaluator.sharing(self._model, copies), float32_on_emulating_cpu(self._model):
             found = self._reward.scored(self._model, self._objective, self._encoded, MOST_WRITING, self._step, copies)
         self.written += found
-        return -torch.tensor([[own.value for own in scores] for _, scores in found], dtype=torch.float64)
+        return -torch.tensor([[one.value for one in scores] for _, scores in found], dtype=torch.float64)
 
     def losses(self, copies: int) -> Tensor:
         return self.example_losses(copies).nanmean(1)
@@ -206,16 +206,16 @@ class RewardRows(RowLosses):
     @property
     def all_alike(self) -> bool:
         """Whether all models that were evaluated have the same scores."""
-        every = [[own.value for own in scores if own.failure is None] for _, scores in self.written]
-        return len(every) > 1 and all(own == every[0] for own in every)
+        every = [[one.value for one in scores if one.failure is None] for _, scores in self.written]
+        return len(every) > 1 and all(scores == every[0] for scores in every)
 
     @property
     def told(self) -> dict[str, Any]:
         """JSON: the mean of each named part of the scores; empty where they have none."""
         found: dict[str, list[float]] = {}
         for _, scores in self.written:
-            for own in scores:
-                for name, value in own.parts.items():
+            for one in scores:
+                for name, value in one.parts.items():
                     found.setdefault(name, []).append(value)
         return {"parts": {name: statistics.fmean(values) for name, values in found.items()}} if found else {}
 
@@ -223,9 +223,9 @@ class RewardRows(RowLosses):
         """Returns JSON for each completion: step from 1, model, row, text, and score (null where it is missing)."""
         return [
             {"step": self._step + 1, "member": member, "row": e.example.where, "completion": text,
-             "score": None if own.failure else own.value, **({"parts": dict(own.parts)} if own.parts else {})}
+             "score": None if one.failure else one.value, **({"parts": dict(one.parts)} if one.parts else {})}
             for member, (texts, scores) in enumerate(self.written)
-            for e, text, own in zip(self._encoded, texts, scores, strict=True)
+            for e, text, one in zip(self._encoded, texts, scores, strict=True)
         ]  # fmt: skip
 
     def example_passes(self) -> list[list[int]]:
@@ -233,11 +233,11 @@ class RewardRows(RowLosses):
 
 
 def answered(encoded: Sequence[Encoded], tokens: Sequence[Sequence[int]]) -> list[Encoded]:
-    """Returns the examples of `prompt_of` with what a model wrote to the first of them, in its own tokens."""
+    """Returns the examples of `prompt_of` with what a model wrote to the first of them, in its tokens."""
     return [
-        replace(row, sequences=((*row.prompt, *own),), answers=(len(own),))
-        for row, own in zip(encoded, tokens, strict=False)
-        if own
+        replace(row, sequences=((*row.prompt, *written),), answers=(len(written),))
+        for row, written in zip(encoded, tokens, strict=False)
+        if written
     ]
 
 

@@ -90,8 +90,8 @@ def _differing(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
 
 def identity_of_file(path: Path, function: str) -> Identity:
     """Returns the identity of a function in a Python file that has been imported: its source, without comments."""
-    own = {"its function": _digest(function), "its file": _source_digest(path)}
-    return Identity({**own, **dict(_modules_of(path, ""))}, {})
+    parts = {"its function": _digest(function), "its file": _source_digest(path)}
+    return Identity({**parts, **dict(_modules_of(path, ""))}, {})
 
 
 def identity_of(scorer: Any) -> Identity:
@@ -116,7 +116,7 @@ def _source_digest(path: Path) -> str:
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
             if isinstance(body, list):
-                node.body = [own for own in body if not _is_text(own)] or [ast.Pass()]  # type: ignore[attr-defined]
+                node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
         return _digest(ast.unparse(tree))
     except (SyntaxError, ValueError, RecursionError):
         return hashlib.sha256(data).hexdigest()
@@ -233,9 +233,9 @@ class _Reader:
     def read(self, scorer: Any) -> None:
         """Reads a scorer and all that it reaches."""
         self.parts["Python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
-        for number, own in enumerate(scorer if isinstance(scorer, tuple) else (scorer,)):
+        for number, each in enumerate(scorer if isinstance(scorer, tuple) else (scorer,)):
             name = "" if not isinstance(scorer, tuple) else f"scorer {number + 1}"
-            inner = own
+            inner = each
             while isinstance(getattr(inner, "__wrapped__", None), FunctionType) and not isinstance(inner, FunctionType):
                 inner = inner.__wrapped__
             if isinstance(inner, FunctionType):  # one of an installed package too
@@ -335,10 +335,10 @@ class _Reader:
                 self._add(_part(f"argument {keyword}", name), argument)
             return
         self._add(_part("class", name), type(value))
-        own = _attributes(value)
-        if own is None:
+        each = _attributes(value)
+        if each is None:
             self.unknown[_part("attributes", name)] = _place(type(value))
-        for attribute, inner in sorted((own or {}).items()):
+        for attribute, inner in sorted((each or {}).items()):
             self._add(_part(f"attribute {attribute}", name), inner)
 
     def _text(self, value: Any, above: tuple[int, ...]) -> str:
@@ -357,12 +357,12 @@ class _Reader:
         if isinstance(value, Enum):
             return f"{_place(kind)} {value.name} {self._text(value.value, inside)}"
         if isinstance(value, dict | MappingProxyType):
-            pairs = (f"{self._text(key, inside)}: {self._text(own, inside)}" for key, own in value.items())
+            pairs = (f"{self._text(key, inside)}: {self._text(each, inside)}" for key, each in value.items())
             return f"{self._class_text(kind)} {{{', '.join(sorted(pairs))}}}"
         if isinstance(value, set | frozenset):
-            return f"{self._class_text(kind)} {{{', '.join(sorted(self._text(own, inside) for own in value))}}}"
+            return f"{self._class_text(kind)} {{{', '.join(sorted(self._text(each, inside) for each in value))}}}"
         if isinstance(value, list | tuple | deque):
-            return f"{self._class_text(kind)} [{', '.join(self._text(own, inside) for own in value)}]"
+            return f"{self._class_text(kind)} [{', '.join(self._text(each, inside) for each in value)}]"
         if isinstance(value, CodeType):
             return self._code_text(value, inside)
         return self._object_text(value, inside)
@@ -422,8 +422,8 @@ class _Reader:
 
     def _code_text(self, code: CodeType, inside: tuple[int, ...]) -> str:
         """Returns what code computes: not its name, place or docstring, which no instruction loads."""
-        loaded = {own.arg for own in dis.get_instructions(code) if own.opcode in dis.hasconst}
-        constants = [self._text(own, inside) if i in loaded else "" for i, own in enumerate(code.co_consts)]
+        loaded = {each.arg for each in dis.get_instructions(code) if each.opcode in dis.hasconst}
+        constants = [self._text(each, inside) if i in loaded else "" for i, each in enumerate(code.co_consts)]
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_nlocals, code.co_flags)
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         names = (parameters, code.co_names, code.co_freevars, code.co_cellvars)
@@ -465,17 +465,17 @@ def _names_in(slots: str | Iterable[str]) -> Iterable[str]:
 def _codes(code: CodeType) -> Iterator[CodeType]:
     """Yields a code object and those inside of it."""
     yield code
-    for own in code.co_consts:
-        if isinstance(own, CodeType):
-            yield from _codes(own)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
 
 
 def _reads(code: CodeType) -> list[tuple[str, ...]]:
     """Returns the globals that code reads, each with the attributes that it reads of it next: ("helper", "score")."""
     found: dict[tuple[str, ...], None] = {}
-    for own in _codes(code):
+    for each in _codes(code):
         chain: list[str] = []
-        for instruction in dis.get_instructions(own):
+        for instruction in dis.get_instructions(each):
             if chain and instruction.opname in _MEMBERS:
                 chain.append(str(instruction.argval))
             elif instruction.opname != "EXTENDED_ARG":
@@ -486,5 +486,5 @@ def _reads(code: CodeType) -> list[tuple[str, ...]]:
 
 def _imports_of(code: CodeType) -> list[str]:
     """Returns the modules that code imports where it is called."""
-    found = (own for inner in _codes(code) for own in dis.get_instructions(inner) if own.opname == "IMPORT_NAME")
-    return list(dict.fromkeys(str(own.argval) for own in found))
+    found = (each for inner in _codes(code) for each in dis.get_instructions(inner) if each.opname == "IMPORT_NAME")
+    return list(dict.fromkeys(str(each.argval) for each in found))

@@ -54,9 +54,9 @@ def as_scorer(given: Any) -> Score | str | None:
     ways = "give a function, a list of functions, whose scores are added, or FILE.py:FUNCTION"
     if not isinstance(given, list | tuple) or not given:
         raise RequestError(f"reward is {shown(given)}; {ways}.")
-    for own in given:
-        if not callable(own):
-            raise RequestError(f"reward has {shown(own)} in a list; {ways}.")
+    for one in given:
+        if not callable(one):
+            raise RequestError(f"reward has {shown(one)} in a list; {ways}.")
     return tuple(given) if len(given) > 1 else as_scorer(given[0])
 
 

@@ -106,7 +106,7 @@ def columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """
     names = dict.fromkeys(name for sample in samples for name in sample.fields)
     found = {name: [sample.fields.get(name) for sample in samples] for name in names}
-    prompts = [[dict(own) for own in s.messages] if s.messages else s.prompt for s in samples]
+    prompts = [[dict(message) for message in s.messages] if s.messages else s.prompt for s in samples]
     answers = [[{"role": "assistant", "content": s.completion}] if s.messages else s.completion for s in samples]
     return found | {"prompts": prompts, "completions": answers}
 
@@ -161,7 +161,7 @@ def function_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
     for function in functions:
         inner = function.func if isinstance(function, partial) else function
         name = getattr(inner, "__name__", type(inner).__name__)
-        count = sum(own == name or own.startswith(f"{name} ") for own in found)
+        count = sum(key == name or key.startswith(f"{name} ") for key in found)
         found.append(f"{name} {count + 1}" if count else name)
     return found
 
@@ -174,7 +174,7 @@ def _together(names: Sequence[str], found: Sequence[Sequence[Any]]) -> list[Any]
         parts: dict[str, Any] = {}
         for name, value in zip(names, values, strict=True):
             inside = value if isinstance(value, Mapping) else {"": value}
-            parts |= {f"{name}.{part}" if part else name: own for part, own in inside.items()}
+            parts |= {f"{name}.{part}" if part else name: value for part, value in inside.items()}
         together.append(parts if failed is None else failed)
     return together
 
@@ -233,7 +233,7 @@ async def _all(function: Callable[..., Any], samples: Sequence[Sample], begun: S
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, in a thread of its own where this one has a loop, as a notebook has."""
+    """Runs a coroutine to its end, in a separate thread where this one has a loop, as a notebook has."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

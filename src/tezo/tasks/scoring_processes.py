@@ -52,7 +52,7 @@ class Processes:
             batch: whether the function scores all of them in one call.
         """
         groups = [list(samples)] if batch else [[sample] for sample in samples]
-        return [own for found in self._threads.map(self._scored_group, groups) for own in found]
+        return [one for found in self._threads.map(self._scored_group, groups) for one in found]
 
     def _scored_group(self, samples: Sequence[Sample]) -> list[Scored]:
         process = self._free.get()
@@ -146,7 +146,7 @@ def _scores_in(line: str, number: int, count: int) -> list[Scored] | None:
     """Returns the scores of an answer; None where it is not the one to request `number`, of so many samples."""
     try:
         answer = json.loads(line)
-        found = [Scored(**own) for own in answer["scores"]]
+        found = [Scored(**fields) for fields in answer["scores"]]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if answer["number"] == number and len(found) == count else None
@@ -169,8 +169,8 @@ def main() -> None:
     write_all(answers, b"[]\n")
     for line in asked:
         request = json.loads(line)
-        found = scored(function, [Sample(**own) for own in request["samples"]])
-        answer = {"number": request["number"], "scores": [asdict(own) for own in found]}
+        found = scored(function, [Sample(**fields) for fields in request["samples"]])
+        answer = {"number": request["number"], "scores": [asdict(one) for one in found]}
         write_all(answers, f"{json.dumps(answer)}\n".encode())
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -62,8 +62,8 @@ class LlamaCpp(Engine):
         if not inside:
             return frozenset()
         change = {
-            own.name.removesuffix(".weight"): (torch.zeros(1, own.inputs), torch.zeros(own.outputs, 1))
-            for own in inside
+            layer.name.removesuffix(".weight"): (torch.zeros(1, layer.inputs), torch.zeros(layer.outputs, 1))
+            for layer in inside
         }
         with own_file() as path:
             write_gguf_lora(path, 0, change, FileNames(self._names.architecture))
@@ -107,7 +107,7 @@ class LlamaCpp(Engine):
         kept = range(len(plan.places)) if watch.places is None else watch.places.tolist()
         number = {place: i for i, place in enumerate(kept)}
         added = {
-            names[module]: [self._names.to_gguf(module, own.T).T for own in vectors]
+            names[module]: [self._names.to_gguf(module, vector.T).T for vector in vectors]
             for module, vectors in watch.added.items()
         }
         inputs = [names[module] for module in watch.inputs]
@@ -116,7 +116,7 @@ class LlamaCpp(Engine):
         with self._changed(change, plan.size, watched=True) as context:
             told = _told(asked, plan, self._read(context, plan, watching, every_output=every))
         found, modules = watching.found(), {names[module]: module for module in watch.inputs}
-        return told, {modules[name]: own for name, own in found.items()}
+        return told, {modules[name]: vector for name, vector in found.items()}
 
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Tensor:
         several = list(dict.fromkeys(map(tuple, texts)))
@@ -178,7 +178,7 @@ class LlamaCpp(Engine):
         for start in range(0, len(prompts), many):
             rows = range(start, min(start + many, len(prompts)))
             tree = packed_tree([prompts[i] for i in rows], [[len(prompts[i]) - 1] for i in rows])
-            part, slots = part_of(tree, 0, list(rows)), [own[0] for own in tree.slots]
+            part, slots = part_of(tree, 0, list(rows)), [places[0] for places in tree.slots]
             with self._changed(change, len(part.token_T) + len(rows) * wanted.most) as context:
                 _continue(context, part, slots, prompts, written, rows, wanted)
         return written

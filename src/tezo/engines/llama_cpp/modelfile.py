@@ -1,4 +1,4 @@
-"""A Modelfile for Ollama, with the file's own template in Go's language.
+"""A Modelfile for Ollama, with the template of the file in Go's language.
 
 The file's template is rendered on conversations with marks in the place of texts. Where it turns out to write each
 message by its role alone, the same is written in Go. Where it does not, Ollama is left to choose a template.
@@ -55,23 +55,23 @@ def modelfile(name: str, tokenizer: LlamaTokenizer) -> str:
         lines.append(f'TEMPLATE """{wording.in_go()}"""')
     elif tokenizer.chat_template is not None:
         lines.append("# TEMPLATE is left to Ollama: the file's template does not write each message by its role alone.")
-    return "\n".join([*lines, *(f'PARAMETER stop "{own}"' for own in stops(tokenizer))]) + "\n"
+    return "\n".join([*lines, *(f'PARAMETER stop "{stop}"' for stop in stops(tokenizer))]) + "\n"
 
 
 def stops(tokenizer: LlamaTokenizer) -> list[str]:
     """Returns the texts of tokens that end an answer: the file's end of a text, and those that its template writes."""
     template = tokenizer.chat_template or ""
     texts = {token: tokenizer.decode([token]) for token in tokenizer.ends}
-    found = [own for token, own in texts.items() if own in template or token == tokenizer.eos_token_id]
-    return [own for own in found if own.strip() and not {'"', "\n", "\\"} & set(own)]
+    found = [text for token, text in texts.items() if text in template or token == tokenizer.eos_token_id]
+    return [text for text in found if text.strip() and not {'"', "\n", "\\"} & set(text)]
 
 
 def wording_of(tokenizer: LlamaTokenizer) -> Wording | None:
     """Returns how the file's template writes; None: there is none, or messages depend on more than their roles."""
     talk = [("user", _USER), ("assistant", _ANSWER), ("user", _NEXT)]
     whole, two, one, opened = (
-        _rendered(tokenizer, own, opens=opens)
-        for own, opens in ((talk, False), (talk[:2], False), (talk[:1], False), (talk[:1], True))
+        _rendered(tokenizer, part, opens=opens)
+        for part, opens in ((talk, False), (talk[:2], False), (talk[:1], False), (talk[:1], True))
     )
     if None in (whole, two, one, opened):
         return None
@@ -92,8 +92,8 @@ def wording_of(tokenizer: LlamaTokenizer) -> Wording | None:
     texts = [text for pair in around.values() for text in (*pair, unsaid, found.opening)]
     if any(mark in text for text in texts for mark in ('"""', "{{", "}}")):
         return None
-    known = [talk[:1], talk] + [[("system", "Be brief."), *own] for own in (talk[:1], talk) if system is not None]
-    return found if all(_rendered(tokenizer, own, opens=True) == found.written(own) for own in known) else None
+    known = [talk[:1], talk] + [[("system", "Be brief."), *part] for part in (talk[:1], talk) if system is not None]
+    return found if all(_rendered(tokenizer, part, opens=True) == found.written(part) for part in known) else None
 
 
 def _rendered(tokenizer: LlamaTokenizer, messages: Conversation, *, opens: bool) -> str | None:

@@ -16,7 +16,7 @@ PLACES_AT_ONCE = 128
 MOST_TEXTS = 64
 """Texts of a context at a time."""
 LEAST_PREFIX = 16
-"""Tokens of a common beginning that is worth a batch of its own."""
+"""Tokens of a common beginning that is worth a separate batch."""
 
 Numbers = NDArray[Any]
 
@@ -111,12 +111,12 @@ def plan_of(
     for chunk in _chunks([texts[i][start:] for i in order], [groups[i] for i in order], 1 if alone else MOST_TEXTS):
         trees = []
         for group in sorted({groups[order[i]] for i in chunk}):
-            own = [order[i] for i in chunk if groups[order[i]] == group]
-            tree = packed_tree([texts[i][start:] for i in own], [[p - start for p, _ in read[i]] for i in own])
-            place_of = {slot: place for i, slots in zip(own, tree.slots, strict=True)
+            members = [order[i] for i in chunk if groups[order[i]] == group]
+            tree = packed_tree([texts[i][start:] for i in members], [[p - start for p, _ in read[i]] for i in members])
+            place_of = {slot: place for i, slots in zip(members, tree.slots, strict=True)
                         for slot, (_, place) in zip(slots, read[i], strict=True)}  # fmt: skip
             places += [place_of[slot] for slot in range(len(tree.reads))]
-            trees.append(part_of(tree, start, own))
+            trees.append(part_of(tree, start, members))
         parts.append(_joined(trees))
         size = max(size, start + len(parts[-1].token_T))
     return Plan(prefix, start, parts, places, size)

@@ -40,8 +40,8 @@ class LlamaTokenizer:
         self.chat_template: str | None = template.decode(errors="replace") if template else None
         if not model.tokens:
             raise RequestError(f"model.name: {name} has no tokenizer in it; give a file that has one.")
-        own = {role: getattr(model.lib, f"llama_vocab_{role}")(model.vocabulary) for role in ("bos", "eos", "pad")}
-        ids = {role: own.get(role, self._said(role)) for role in ROLES}
+        marks = {role: getattr(model.lib, f"llama_vocab_{role}")(model.vocabulary) for role in ("bos", "eos", "pad")}
+        ids = {role: marks.get(role, self._said(role)) for role in ROLES}
         if ids["pad"] < 0:  # any will do: no place behind a text is read
             ids["pad"] = next((ids[role] for role in ("eos", "unk", "bos") if ids[role] >= 0), 0)
         self._ids = {role: token if 0 <= token < model.tokens else None for role, token in ids.items()}
@@ -65,7 +65,7 @@ class LlamaTokenizer:
         """
         if isinstance(text, str):
             return {"input_ids": self._split(text, add_special_tokens)}
-        return {"input_ids": [self._split(own, add_special_tokens) for own in text]}
+        return {"input_ids": [self._split(each, add_special_tokens) for each in text]}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
         """Returns the text of tokens; bytes that are not whole characters are replaced."""
@@ -82,12 +82,12 @@ class LlamaTokenizer:
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
         """Returns the token of a number, or of each of several."""
-        return self._text(ids) if isinstance(ids, int) else [self._text(own) for own in ids]
+        return self._text(ids) if isinstance(ids, int) else [self._text(each) for each in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """Returns the number of a token, or of each of several; that of the unknown token where there is no such."""
         found, unknown = self.get_vocab(), self._ids["unk"]
-        return found.get(tokens, unknown) if isinstance(tokens, str) else [found.get(own, unknown) for own in tokens]
+        return found.get(tokens, unknown) if isinstance(tokens, str) else [found.get(each, unknown) for each in tokens]
 
     def get_vocab(self) -> dict[str, int]:
         """Returns token -> number."""
@@ -116,7 +116,7 @@ class LlamaTokenizer:
     def all_special_ids(self) -> list[int]:
         """Numbers of the special tokens."""
         named = [token for token in self._ids.values() if token is not None]
-        marked = [token for token, own in self.added_tokens_decoder.items() if own.special]
+        marked = [token for token, added in self.added_tokens_decoder.items() if added.special]
         return list(dict.fromkeys([*named, *marked]))
 
     @property
@@ -162,10 +162,10 @@ class LlamaTokenizer:
 def difference(mine: Any, theirs: Any, texts: Sequence[str]) -> list[str]:
     """Says where two tokenizers split texts differently, in one notice; the second is that of transformers."""
     for text in texts:
-        own, other = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for tokenizer in (mine, theirs))
-        if own != other:
+        ours, other = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for tokenizer in (mine, theirs))
+        if ours != other:
             return [
                 f"model.name: transformers splits {text[:60]!r} into other tokens ({len(other)}) than llama.cpp "
-                f"({len(own)}), by which the run goes; the adapter is for llama.cpp."
+                f"({len(ours)}), by which the run goes; the adapter is for llama.cpp."
             ]
     return []

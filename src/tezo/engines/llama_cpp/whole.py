@@ -49,7 +49,7 @@ def write_whole(
 ) -> list[Repacked]:
     """Writes a file with a change added to its matrices; metadata and all other tensors stay as they are.
 
-    Packing goes by ggml's own quantiser, without an importance matrix. A process that dies leaves nothing, or what was
+    Packing goes by the quantiser of ggml, without an importance matrix. A process that dies leaves nothing, or what was
     at `output` before.
 
     Args:
@@ -92,7 +92,7 @@ def _kind(header: GgufHeader, name: str, pair: tuple[Tensor, Tensor], keep_tuned
         )
     kind, before = stored.kind, lib.ggml_type_name(stored.kind).decode()
     if keep_tuned is not None:
-        known = {own.name.lower(): int(own) for own in gguf.GGMLQuantizationType}
+        known = {member.name.lower(): int(member) for member in gguf.GGMLQuantizationType}
         if keep_tuned.lower() not in known:
             raise RequestError(f"keep_tuned is {keep_tuned!r}, which is no type of ggml; give q8_0, f16 or f32.")
         kind = known[keep_tuned.lower()]
@@ -123,7 +123,7 @@ def _repack(
     file: BinaryIO, source: BinaryIO, lib: Any, stored: StoredTensor, place: StoredTensor, pair: tuple[Tensor, Tensor]
 ) -> Repacked:
     """Writes a matrix with its change, packed as `place` has it."""
-    a_RI, b_OR = (own.float().numpy() for own in pair)
+    a_RI, b_OR = (factor.float().numpy() for factor in pair)
     width, lost, moved = a_RI.shape[1], 0.0, 0.0
     source.seek(stored.start)
     for first, last in _parts(len(b_OR), max(1, AT_ONCE // width)):
@@ -134,7 +134,7 @@ def _repack(
         file.write(again.tobytes())
         lost += float(np.square(unpack(again, place.kind) - wanted, dtype=np.float64).sum())
         moved += float(np.square(change, dtype=np.float64).sum())
-    before, after = (lib.ggml_type_name(own.kind).decode() for own in (stored, place))
+    before, after = (lib.ggml_type_name(tensor.kind).decode() for tensor in (stored, place))
     return Repacked(stored.name, before, after, (lost / moved) ** 0.5 if moved else 0.0)
 
 

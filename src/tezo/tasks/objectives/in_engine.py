@@ -266,9 +266,9 @@ class _Watching:
                 self._add(layer, of_text, rows, now, question)
             contexts = _contexts(rows, now.row_P, now.position_P, apart=question.apart)
             looked.append((now, [question.numbers[context] for context in contexts]))
-        places = sorted({place for _, own in looked for place in own})
+        places = sorted({place for _, read in looked for place in read})
         for layer, of_text in vectors.items():
-            size = next((len(own[0]) for own in of_text.values()), 0)
+            size = next((len(vectors[0]) for vectors in of_text.values()), 0)
             none = torch.zeros(1, size)
             if of_text:
                 added[layer] = [of_text.get(text, none) for text in range(len(question.asked.texts))]
@@ -276,8 +276,8 @@ class _Watching:
         watch = Watch(watcher.inputs if places else (), means, torch.tensor(places, dtype=torch.int64), added)
         told, found = engine.watch(change, question.asked, watch)
         number = {place: i for i, place in enumerate(places)}
-        for now, own in looked:
-            at_P = torch.tensor([number[place] for place in own])
+        for now, read in looked:
+            at_P = torch.tensor([number[place] for place in read])
             for layer, inputs in found.items():
                 at, mean = (None if each is None else each[at_P] for each in (inputs.at_PI, inputs.mean_PI))
                 watcher.take(layer, now, LayerInputs(at, mean, inputs.output_square))
@@ -288,6 +288,6 @@ class _Watching:
         added_RLM = self.watcher.added(layer, now, rows.inputs["input_ids"].shape[1]).float()
         row_T, position_T = rows.answer_reads()
         for row, context in zip(row_T.tolist(), _contexts(rows, row_T, position_T, apart=question.apart), strict=True):
-            text, own = int(question.asked.text_P[question.numbers[context]]), added_RLM[row]
+            text, vectors = int(question.asked.text_P[question.numbers[context]]), added_RLM[row]
             if question.asked.texts[text] == context[1]:
-                of_text[text] = own if len(own) == 1 else own[: len(context[1])]
+                of_text[text] = vectors if len(vectors) == 1 else vectors[: len(context[1])]
