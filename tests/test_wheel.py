@@ -21,10 +21,11 @@ from tezo.training.settings import recipe_names
 ROOT = Path(__file__).parents[1]
 EXTRAS = {
     "accelerate", "bitsandbytes", "gguf", "jinja2", "lm_eval", "matplotlib", "mpl_toolkits", "peft", "psutil",
-    "torchao", "trl",
+    "torchao", "trl", "xllamacpp",
 }  # fmt: skip
 """What the extras bring, and what others need of them."""
 
+OURS = {"tezo", "tezo_methods", "tezo_studies", "__editable__"}
 SITE = Path(sysconfig.get_path("purelib"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -63,7 +64,10 @@ def environment(wheel):
     core = wheel.parent / "core"
     core.mkdir()
     for path in SITE.iterdir():
-        if package_of(path) not in EXTRAS | {"tezo", "tezo_studies", "__editable__"} and path.suffix != ".pth":
+        if (
+            package_of(path) not in EXTRAS | {"tezo", "tezo_methods", "tezo_studies", "__editable__"}
+            and path.suffix != ".pth"
+        ):
             (core / path.name).symlink_to(path)
     (site,) = home.glob("lib/python*/site-packages")
     (site / "core.pth").write_text(f"{core}\n")

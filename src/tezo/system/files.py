@@ -268,13 +268,11 @@ def _is_leftover(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Locks a folder while open, and yields whether no other process had; on a file system without locks none has."""
-    handle, was_free, file = None, True, folder / ".lock"
-    with suppress(OSError):
-        handle = lock(file)
-        was_free = handle is not None
+    """Locks a folder while open, and yields whether no other process had."""
+    file = folder / ".lock"
+    handle = lock(file)
     try:
-        yield was_free
+        yield handle is not None
     finally:
         if handle is not None:
             unlock(file, handle)
@@ -283,20 +281,18 @@ def _locked(folder: Path) -> Iterator[bool]:
 def lock(file: Path) -> int | None:
     """Locks a file, which is made, for this process; a process that ends gives its locks back.
 
-    Returns its handle, for `unlock`; None if another process has the lock.
+    Returns its handle, for `unlock`; None if another process has the lock. On a file system without locks nobody has.
 
     Raises:
-        OSError: the file system has no locks.
+        OSError: the file cannot be made.
         UntrustedError: a link is in the way.
     """
     handle = open_plain(file, os.O_RDWR | os.O_CREAT)
-    try:
-        # a file that was removed since it was opened locks nothing
-        if lock_descriptor(handle, blocking=False) and os.fstat(handle).st_nlink:
-            return handle
-    except BaseException:
-        os.close(handle)
-        raise
+    is_ours = True
+    with suppress(OSError):
+        is_ours = lock_descriptor(handle, blocking=False)
+    if is_ours and os.fstat(handle).st_nlink:  # a file that was removed since it was opened locks nothing
+        return handle
     os.close(handle)
     return None
 

@@ -1,24 +1,18 @@
 """Values of tensors in a file, unpacked row by row."""
 
-import gguf
 import numpy as np
-from gguf.quants import dequantize
 
 from tezo.engines.llama_cpp.file import GgufHeader
 from tezo.engines.llama_cpp.plan import Numbers
+from tezo.models.gguf_types import unpacked_types
 from tezo.system.errors import RequestError
-
-UNPACKED = {
-    int(kind)
-    for name, kind in gguf.GGMLQuantizationType.__members__.items()
-    if name in ("F32", "F16") or hasattr(gguf.quants, name)
-}
-"""ggml's numbers of the types that can be unpacked."""
 
 
 def unpack(packed: Numbers, kind: int) -> Numbers:
     """Returns the values of rows, (rows, values) in float32, of their bytes (rows, bytes)."""
-    found: Numbers = dequantize(packed, gguf.GGMLQuantizationType(kind))
+    import gguf
+
+    found: Numbers = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType(kind))
     return found.astype(np.float32)
 
 
@@ -35,7 +29,7 @@ def rows_of(header: GgufHeader, name: str, numbers_X: Numbers, count: int) -> Nu
         RequestError: its type cannot be unpacked.
     """
     stored = header.tensors[name]
-    if stored.kind not in UNPACKED:
+    if stored.kind not in unpacked_types():
         kind = header.lib.ggml_type_name(stored.kind).decode()
         raise RequestError(
             f"{name} of {header.path} is of the type {kind}, which cannot be unpacked; give another file."

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import gguf
 import numpy as np
 from torch import Tensor
 
 from tezo.engines.llama_cpp.file import GgufHeader, StoredTensor
 from tezo.engines.llama_cpp.plan import Numbers
-from tezo.engines.llama_cpp.values import UNPACKED, unpack
+from tezo.engines.llama_cpp.values import unpack
+from tezo.models.gguf_types import unpacked_types
 from tezo.system.errors import RequestError
 from tezo.system.files import new_file
 
@@ -92,19 +92,21 @@ def _kind(header: GgufHeader, name: str, pair: tuple[Tensor, Tensor], keep_tuned
         )
     kind, before = stored.kind, lib.ggml_type_name(stored.kind).decode()
     if keep_tuned is not None:
+        import gguf
+
         known = {member.name.lower(): int(member) for member in gguf.GGMLQuantizationType}
         if keep_tuned.lower() not in known:
             raise RequestError(f"keep_tuned is {keep_tuned!r}, which is no type of ggml; give q8_0, f16 or f32.")
         kind = known[keep_tuned.lower()]
     after = lib.ggml_type_name(kind).decode()
-    if stored.kind not in UNPACKED:
+    if stored.kind not in unpacked_types():
         raise RequestError(f"{name} is of the type {before}, which cannot be unpacked here; give another base.")
     if lib.ggml_quantize_requires_imatrix(kind):
         raise RequestError(
             f"{name} is of the type {after}, which is packed by an importance matrix alone; keep the changed matrices "
             "in another type: --keep-tuned q8_0."
         )
-    if kind not in UNPACKED or a_RI.shape[1] % lib.ggml_blck_size(kind):
+    if kind not in unpacked_types() or a_RI.shape[1] % lib.ggml_blck_size(kind):
         raise RequestError(
             f"{name} has rows of {a_RI.shape[1]} values, which cannot be packed as {after}; give another type, such as "
             "--keep-tuned f16."
