@@ -20,9 +20,8 @@ EVERY = [
     (architecture, kind)
     for architecture in ARCHITECTURES
     for kind in TYPES
-    if kind == "F32"
-    or (architecture not in LARGE and (kind == "Q4_K_M" or architecture in ALL_TYPES))
-    or (architecture, kind) in DIAGONAL
+    if (architecture, kind) in DIAGONAL
+    or (architecture not in LARGE and (kind in ("F32", "Q4_K_M") or architecture in ALL_TYPES))
 ]
 
 
