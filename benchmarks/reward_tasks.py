@@ -1,7 +1,7 @@
 """Rewards that no gradient has: a language model of 135M parameters learns to write JSON, and to add.
 
     python benchmarks/reward_tasks.py [--tasks form sums] [--methods es head-feedback] [--engines torch llama.cpp]
-        [--seeds 0] [--gguf FILE] [--folder FOLDER] [--out benchmarks/results] [--threads 2]
+        [--seeds 0] [--gguf FILE] [--out benchmarks/results] [--threads 2]
 
 form: prompts say who lives where, in four forms, and ask for JSON, not for its keys; the score is 1 for valid JSON with
 the keys name and city and no others, and parts of it earn parts. sums: what two numbers up to twenty are together; the
@@ -9,8 +9,7 @@ score is 1 for an answer whose last number is right, and at most a half for one 
 pairs. Beside the share of exact answers before and after: the best of 30 sampled answers of the untuned model; what the
 model has forgotten, by its own answers and by its loss on a task that the run has not seen (the labels of
 examples/issues); and answers a second in steps and in plain writing, by the same engine. `--gguf` is a file for
-llama.cpp in place of the embedded one; its name stands behind the engine's. vLLM reads the model from `--folder`, as
-`save_pretrained` writes it, and has an environment of its own. Writes reward_tasks.json after each
+llama.cpp in place of the embedded one; its name stands behind the engine's. Writes reward_tasks.json after each
 run, and leaves out runs that it has.
 """
 
@@ -208,7 +207,6 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", default=["torch", "llama.cpp"])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--gguf")
-    parser.add_argument("--folder")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
@@ -222,7 +220,6 @@ def main() -> None:
         own["settings"] = settings
         file = given.gguf if engine == "llama.cpp" else None
         called = f"{method}, {engine}{f' of {Path(file).stem}' if file else ''}, seed {seed}"
-        file = given.folder if engine == "vllm" else file
         if called in own["runs"]:
             continue
         own["untuned"] = own["untuned"] or untuned(TASKS[name])

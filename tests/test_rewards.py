@@ -39,7 +39,7 @@ from tezo.tasks.rewards import Reward, answered
 from tezo.tasks.scorers import identity
 from tezo.training.loop import train
 from tezo.training.resume import replay
-from tezo.training.settings import MethodConfig, parse_config
+from tezo.training.settings import MethodConfig, dump_config, parse_config
 
 SCORER = """
 from pathlib import Path
@@ -549,6 +549,22 @@ def test_a_run_by_an_object_goes_on_with_another_by_a_word(home, tmp_path):
 def test_the_report_of_a_run_whose_scorer_has_failed_shows_its_answers(home, tmp_path):
     failed(home, tmp_path / "run", FAILURES["third step"])
     assert {answer.step for answer in read_run(tmp_path / "run").scored} == {2}
+
+
+@pytest.mark.parametrize("missing", ["before", "after"])
+def test_scores_that_are_missing_at_one_end_alone_are_shown(home, tmp_path, missing):
+    limits = {"before": "CHECKED < calls <= CHECKED + 2", "after": "calls > CHECKED + 4 * 12 + 4 * 8"}
+    (tmp_path / "part.py").write_text(
+        f"CHECKED, calls = 8, 0\n\ndef some(prompt, completion, row):\n    global calls\n    calls += 1\n"
+        f"    return None if {limits[missing]} and calls % 2 else float(len(completion))\n"
+    )
+    dump = dump_config(config(home, reward=f"{tmp_path / 'part.py'}:some"))
+    (tmp_path / "recipe.yaml").write_text(dump)
+    done = tezo("train", tmp_path / "recipe.yaml", "--output", tmp_path / "run", "--reward", f"{tmp_path}/part.py:some")
+    assert done.code == 0, done.err
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert [when for when in ("before", "after") if "missing_scores" in summary[when]] == [missing]
+    assert any(line.strip().startswith("missing_scores") for line in done.out.splitlines())
 
 
 def test_what_is_no_function_is_refused_before_anything_is_loaded():

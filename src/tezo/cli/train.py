@@ -177,8 +177,8 @@ def _print_dry_run(found: dict[str, Any]) -> None:
 def _print_end(summary: dict[str, Any], output: Path) -> None:
     print(measured_rows_text(summary))
     rows = [("metric", "before", "after", "change")]
-    for metric, before in summary["before"].items():
-        after = summary["after"][metric]
+    for metric in dict.fromkeys([*summary["before"], *summary["after"]]):
+        before, after = (summary[when].get(metric, 0.0) for when in ("before", "after"))  # all scores may be there
         texts = metric_text(metric, before), metric_text(metric, after), change_text(metric, before, after)
         rows.append((metric, *texts))
     print_table(rows, "  ")

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from tezo.directions.bases.basis import StoredTensors
 from tezo.runs.resuming import resume_line
+from tezo.runs.step_log import LOG as LOG
 from tezo.runs.step_log import read_header
 from tezo.system.digests import content_hash
 from tezo.system.errors import RequestError
 from tezo.system.files import UntrustedError, open_to_read, plain_file, read_object, storing, write_file
 
-MANIFEST, LOG = "manifest.json", "steps.log"
+MANIFEST = "manifest.json"
 _FILES, _DIGEST = "files", "sha256_of_files"
 
 
