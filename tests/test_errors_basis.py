@@ -7,10 +7,10 @@ import pytest
 import torch
 from folders import completion_rows, label_rows, model_folder, write_rows
 from label_scores import Scores, Stream40, noise, rows, softmax_model
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from tezo.directions.bases.basis import Source
+from tezo.directions.bases.basis import DataBasis, Factors, Source
 from tezo.directions.outputs import Outputs, fitted_bias
 from tezo.directions.targets import select_targets
 from tezo.methods.gauss_newton import gauss_newton
@@ -276,6 +276,28 @@ def test_a_look_has_the_rows_of_its_step_first_where_dev_rows_judge_and_others_e
                 assert torch.allclose(first, own.scores_TC[own.example_T.argsort()], atol=1e-5)
             assert (told is None) == (file == "texts") and (told is None or len(told.fitted_ECJ) == rows.stepped)
         job.optimizer.close()
+
+
+class Turned(DataBasis[Factors]):
+    """Factors whose columns lie one behind the other."""
+
+    def compute(self, refresh_step, source):
+        del refresh_step, source
+        return Factors(inputs={target.name: noise(3, 40, seed=1).double().T for target in self._targets})
+
+    def read(self, stored):
+        return Factors(inputs=stored.tensors, passes=stored.passes)
+
+
+def test_factors_that_are_found_lie_in_memory_as_those_that_are_read_again():
+    found, again, model = Turned(), Turned(), Stream40()
+    for basis in (found, again):
+        basis.prepare(select_targets(model, ["layer.weight"]), {"layer.weight": 3})
+    found.refresh(0, Source(model, None, None))
+    state = found.state()
+    again.load_state(load(save({name: tensor.contiguous() for name, tensor in state.items()})))
+    tensors = [basis.at(0).inputs["layer.weight"] for basis in (found, again)]
+    assert torch.equal(*tensors) and tensors[0].stride() == tensors[1].stride()
 
 
 def test_a_basis_without_rows_says_what_to_do():

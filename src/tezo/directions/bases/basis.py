@@ -252,10 +252,12 @@ class DataBasis(Basis, Generic[F]):
             return self._checked(self.read(stored))
         started = time.perf_counter()
         with current().phase(BASIS):
-            factors = self._checked(self.compute(refresh_step, source))
+            factors = self.compute(refresh_step, source)
         self._seconds += time.perf_counter() - started
         self._unsaved.add(refresh_step)
-        return factors
+        # products depend, in their last bit, on how a factor lies in memory: a run that goes on has what it stored
+        tensors = {name: tensor.contiguous() for name, tensor in factors.to_tensors().items()}
+        return self._checked(self.read(StoredTensors(tensors, factors.passes)))
 
     def at(self, refresh_step: int) -> F:
         """Returns the factors from a step on, which `refresh` has found.
