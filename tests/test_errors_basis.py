@@ -255,11 +255,11 @@ def job_of(folder, file: str, hold_out: float, family: str = "opt"):
 def test_a_look_has_the_rows_of_its_step_first_where_dev_rows_judge_and_others_elsewhere(tmp_path):
     write_rows(tmp_path / "labels.jsonl", label_rows(40))
     write_rows(tmp_path / "texts.jsonl", completion_rows(40))
-    for file, hold_out in (("labels", 0.25), ("labels", 0), ("texts", 0.25)):
+    for file, hold_out in (("labels", 0.25), ("labels", 0), ("texts", 0.25), ("texts", 0)):
         model_folder(tmp_path / file, "opt")
-        job, both = job_of(tmp_path, file, hold_out), (file, hold_out) == ("labels", 0.25)
+        job, both = job_of(tmp_path, file, hold_out), bool(hold_out)
         assert len(job.train) == 40 * (1 - hold_out)
-        looked, stepped = looked_and_stepped(job.config, job.format, len(job.train), judged=bool(job.dev))
+        looked, stepped = looked_and_stepped(job.config, len(job.train), judged=bool(job.dev))
         assert looked == stepped == range(30) if both else not {*looked} & {*stepped}
         basis, rows_of = job.optimizer.basis, job.optimizer._rows
         for step in (0, 3):
@@ -271,7 +271,12 @@ def test_a_look_has_the_rows_of_its_step_first_where_dev_rows_judge_and_others_e
             told = basis.predictions(step)
             assert len(seen.example_T.unique()) == min(20, len(looked))
             assert rows.stepped == (8 if both else 0)
-            if both:
+            assert (rows.held_out is None) == (file == "labels" or not hold_out)
+            if rows.held_out is not None:  # what a fit ends by is what nothing is fitted to
+                dev = job.objective.closure(job.model, job.objective.batches(job.dev, 20))
+                with torch.no_grad():
+                    assert rows.held_out.outputs().loss() == pytest.approx(dev.outputs().loss(), rel=1e-5)
+            if both and file == "labels":
                 first = seen.scores_TC[seen.example_T.argsort()][:8]
                 assert torch.allclose(first, own.scores_TC[own.example_T.argsort()], atol=1e-5)
             assert (told is None) == (file == "texts") and (told is None or len(told.fitted_ECJ) == rows.stepped)

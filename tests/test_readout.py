@@ -12,9 +12,11 @@ from torch.nn import functional
 
 import tezo
 from tezo.directions.targets import select_targets
-from tezo.forward.watching import head_rows
+from tezo.forward.engine import HEAD
+from tezo.forward.watching import layer_rows
 from tezo.newton import text
-from tezo.newton.text import Text, TextRecord, arrives, fit_text, leading, tokens_of, with_others
+from tezo.newton.last_blocks import LastBlocks, name_of
+from tezo.newton.text import LastLayer, Seen, Text, arrives, fit_text, leading, tokens_of, with_others
 from tezo.system.errors import RequestError
 from tezo.training.job import prepare
 from tezo.training.settings import parse_config
@@ -44,24 +46,34 @@ def closures_of(folder, family, sizes):
                        for i, n in zip(starts, sizes, strict=True)]  # fmt: skip
 
 
-def found_of(model, closure, rank):
-    """(the last layer, U, V, what the regression says the loss is with them)."""
-    (target,) = [t for t in select_targets(model, ("all-linear",)) if t.name.endswith(LAST[model.config.model_type])]
+def found_of(model, closure, rank, blocks=()):
+    """(the factors of each layer that is changed, what the regression says the loss is with them)."""
+    targets = select_targets(model, ("all-linear",))
+    (target,) = [t for t in targets if t.name.endswith(LAST[model.config.model_type])]
     said: list[float] = []
 
     class Told(Text):
-        def fit(self, example_P: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-            u_DR, v_IR = super().fit(example_P, rank)
-            said.append(float(self.loss(u_DR / self._unit, v_IR * self._size, torch.arange(len(example_P)))))
-            return u_DR, v_IR
+        def fit(self, states, held_P, *, again):
+            factors = super().fit(states, held_P, again=again)
+            places_P = torch.arange(len(held_P))
+            said.append(float(self.loss(states.of(factors, places_P), places_P)))
+            return factors
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(text, "Text", Told)
-        seen = TextRecord(target)
-        with closure.watching(model, seen):
-            outputs = closure.outputs()
-        u_MR, v_IR = fit_text(model, target, closure, seen, outputs, rank)
-    return target, u_MR, v_IR, said[0]
+        seen = [Seen.of(model, closure, LastBlocks.watched(blocks) if blocks else [name_of(target)])]
+        found, _ = fit_text(model, target, blocks, seen, {t.name: rank for t in targets})
+    return found, said[0]
+
+
+def change(model, found):
+    """Adds the factors to the weights."""
+    with torch.no_grad():
+        for target in select_targets(model, ("all-linear",)):
+            if target.name in found:
+                u_MR, v_IR = found[target.name]
+                change_MI = u_MR @ v_IR.T
+                target.parameter.add_((change_MI if target.input_role == "v" else change_MI.T).float())
 
 
 @pytest.mark.parametrize(
@@ -75,10 +87,9 @@ def test_the_loss_that_the_regression_says_is_the_models(family, off, tmp_path):
     # most at a width of 16, and nothing of the norm behind the layer and of squeezed scores in gemma2
     model, (closure, other) = closures_of(tmp_path, family, (300, 40))
     own, before = closure.outputs().loss(), other.outputs().loss()
-    target, u_MR, v_IR, said = found_of(model, closure, rank=4)
-    change_MI = u_MR @ v_IR.T
-    with torch.no_grad():
-        target.parameter.add_((change_MI if target.input_role == "v" else change_MI.T).float())
+    found, said = found_of(model, closure, rank=4)
+    assert len(found) == 1
+    change(model, found)
     real, after = closure.outputs().loss(), other.outputs().loss()
     assert own - real > 0.2 and before - after > 0.15
     assert said == pytest.approx(real, abs=off * (own - real))
@@ -100,7 +111,7 @@ def test_the_rows_of_a_head_are_those_of_its_weight():
     tokens = with_others(torch.tensor([3, 7, 49]), 50)
     assert tokens[:3].tolist() == [3, 7, 49] and sorted(tokens.tolist()) == [*range(50)]
     with torch.no_grad():
-        weight_XD, bias_X = head_rows(model, tokens, torch.zeros(0, 12))
+        weight_XD, bias_X = layer_rows(model, HEAD, tokens, torch.zeros(0, 12))
     assert torch.allclose(weight_XD, head.weight[tokens], atol=1e-6) and torch.equal(bias_X, head.bias[tokens])
 
 
@@ -118,19 +129,25 @@ def test_every_right_token_is_followed_and_frequent_ones_before_others(monkeypat
     assert tokens_of(tokens_PK).tolist() == [1, 2, 3, 4, 7, 8]
 
 
-def test_what_nothing_foretells_is_left_as_it_is():
-    # labels that no input tells: an epoch makes unseen examples worse, and U stays 0
-    h_PD, weight_CD = noise(40, 6, seed=7), noise(5, 6, seed=8)
+def test_what_makes_unseen_examples_worse_is_not_learnt():
+    # examples that are held out have another right token than all others, at the same states
+    h_PD, weight_CD = noise(1, 6, seed=7).expand(40, 6), noise(5, 6, seed=8)
     log_probs_PC = (h_PD @ weight_CD.T).log_softmax(1)
-    right_P = torch.distributions.Categorical(logits=log_probs_PC).sample()
+    every = torch.arange(40)
+    right_P = (every % text.HELD_OUT == 0).long()
     tokens_PK = torch.cat([right_P[:, None], torch.arange(5).expand(40, 5)], 1)
     said_PK = log_probs_PC.gather(1, tokens_PK)
-    text = Text(noise(40, 30, seed=9), h_PD, torch.ones(6), (weight_CD, torch.zeros(5), weight_CD[:0]),
-                torch.arange(5), tokens_PK, said_PK)  # fmt: skip
-    start = text.loss(torch.zeros(6, 30), noise(30, 30, seed=10), torch.arange(40))
+    told = Text(h_PD, (weight_CD, torch.zeros(5), weight_CD[:0]), torch.arange(5), tokens_PK, said_PK)
+    layer = LastLayer("layer", torch.ones(40, 3), h_PD, torch.ones(6), told.unit, 2)
+    start = told.loss(layer.of(layer.start, every), every)
     assert float(start) == pytest.approx(float(functional.nll_loss(log_probs_PC, right_P)), rel=1e-4)
-    u_DR, _ = text.fit(torch.arange(40), 30)
-    assert float(text.loss(u_DR / text._unit, torch.zeros(30, 30), torch.arange(40))) == pytest.approx(float(start))
+    held_P = every % text.HELD_OUT == 0
+    for again in (True, False):
+        assert torch.equal(told.fit(layer, held_P, again=again)["layer"][0], torch.zeros(6, 2))
+    alike = Text(h_PD, (weight_CD, torch.zeros(5), weight_CD[:0]), torch.arange(5), tokens_PK[1:2].repeat(40, 1),
+                 said_PK[1:2].repeat(40, 1))  # fmt: skip
+    for again in (True, False):
+        assert float(alike.loss(layer.of(alike.fit(layer, held_P, again=again), every), every)) < 0.5 * float(start)
 
 
 def test_a_model_whose_layers_do_not_write_to_the_head_is_named(tmp_path):

@@ -113,8 +113,8 @@ class Workers(Engine):
     def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
         return self._engines[0].watch(change, asked, watch)
 
-    def head_rows(self, tokens_X: Tensor) -> tuple[Tensor, Tensor]:
-        return self._engines[0].head_rows(tokens_X)
+    def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self._engines[0].layer_rows(layer, rows_X)
 
     def save_beside(self, *arguments: Any) -> str | None:
         return self._engines[0].save_beside(*arguments)
@@ -183,8 +183,8 @@ class InRay(Engine):
         found: tuple[Told, dict[str, LayerInputs]] = self._called("watch", change, asked, watch)
         return found
 
-    def head_rows(self, tokens_X: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._called("head_rows", tokens_X)
+    def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self._called("layer_rows", layer, rows_X)
         return found
 
     def generate(

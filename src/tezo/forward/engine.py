@@ -223,14 +223,18 @@ class Engine(ABC):
         layer = next(iter([*watch.inputs, *watch.added]), "a layer")
         raise RequestError(f"the inputs of {layer} cannot be read from {self.name}.")
 
-    def head_rows(self, tokens_X: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns rows of the output head for these tokens (X, D), and their bias (X,): float32.
+    def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns rows of the stored weight of a layer (X, I), and their bias (X,): float32.
+
+        Args:
+            layer: name of the module, or `HEAD`.
+            rows_X: which rows; None: all.
 
         Raises:
             RequestError: the engine does not show them.
         """
-        del tokens_X
-        raise RequestError(f"the output head cannot be read from {self.name}.")
+        del rows_X
+        raise RequestError(f"the weight of {layer} cannot be read from {self.name}.")
 
     @abstractmethod
     def generate(

@@ -40,10 +40,10 @@ from tezo.directions.bases.basis import (
     output_size,
 )
 from tezo.directions.outputs import Outputs, errors
-from tezo.directions.targets import Target
+from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.newton.labels import Layout, common, contrasts, is_biased, regress
 from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder
-from tezo.newton.text import TextRecord, fit_text
+from tezo.newton.text import Seen, fit_text, text_layers
 from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
 
@@ -233,14 +233,18 @@ class ErrorBasis(DataBasis[Look]):
             return LabelledRows(recorded, _finite(rows.outputs()), rows.stepped, len(rows.places()))
 
     def _of_text(self, source: Source, rows: RowOutputs, target: Target, passes: int) -> Look:
-        seen = TextRecord(target)
-        with rows.watching(source.model, seen):
-            outputs = _finite(rows.outputs())
+        places = sum(len(each.place_P) for each in rows.places() if each is not None)
+        every = select_targets(source.model, (ALL_LINEAR,))
+        blocks, layers = text_layers(every, target, places, sum(each.parameter.nbytes for each in every))
+        seen = [Seen.of(source.model, part, layers) for part in (rows, rows.held_out) if part is not None]
+        _finite(seen[0].outputs)
         v = {each.name: torch.zeros(input_size(each), self._ranks[each.name]).double() for each in self._targets}
-        u_MR, v[target.name] = fit_text(source.model, target, rows, seen, outputs, self._ranks[target.name])
+        found, more = fit_text(source.model, target, blocks, seen, self._ranks)
+        v |= {name: v_IR for name, (_, v_IR) in found.items()}
         whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
-        passes += len(rows.places())
-        return Look(inputs=v, outputs={target.name: u_MR}, proposals=whole_1R, passes=passes)
+        passes += more + sum(len(part.rows.places()) for part in seen[1:])
+        u = {name: u_MR for name, (u_MR, _) in found.items()}
+        return Look(inputs=v, outputs=u, proposals=whole_1R, passes=passes)
 
     def _rows_to_record(self, targets: Sequence[Target], most: int) -> int:
         """Returns the number of rows, at most `most`, whose inputs of these layers may be kept."""

@@ -1,41 +1,52 @@
-"""Free text: a regression through the output head finds the change of the last layer that makes the rows likelier.
+"""Free text: a regression through the output head finds the change of the last layers that makes the rows likelier.
 
-A pass over P tokens of answers gives the inputs x_p of the last layer, the inputs h_p of the output head, and how
-likely C tokens are there: the right ones, and those that are likely somewhere. A second pass adds noise n_p to the
-outputs of the layer, and the change d_p of h shows how much of each output arrives at each place:
+A pass over P tokens of answers gives the inputs x_p of layers, the inputs h_p of the output head, and how likely C
+tokens are there: the right ones, and those that are likely somewhere. With factors U V^T beside layers the inputs of
+the head become h_p(U, V), and the scores of these tokens
+
+    z_pc = k H_c . h_p(U, V),
+
+H_c the rows of the head, k the factor by which the model scales its scores; the sum of exp z over all other tokens
+grows as that over some of them drawn at random. So U (M x r) and V (I x r) are a multinomial regression, and no pass of
+the model is needed to fit it: Adam, from U = 0 and the leading directions of x, along which its mean square is 1 / r.
+It ends where the loss of held-out rows, the dev rows of a run, is lowest. Without such rows a quarter of the examples
+is held out, and the fit is done once more with all of them, in as many steps.
+
+h_p(U, V) is that of the last blocks of the model, if they can be rebuilt (`last_blocks`). Else U V^T is beside the last
+layer alone. A second pass adds noise n_p to its outputs then, and the change d_p of h shows how much of each output
+arrives at each place:
 
     g_m = sum_p d_pm n_pm / sum_p n_pm^2,   s_p = sum_m d_pm g_m n_pm / sum_m (g_m n_pm)^2,
+    h_p(U, V) = N(h_p + g * (U V^T s_p x_p)),
 
-s shrunk towards 1 as far as it differs by chance.
-With W + U V^T in place of W the scores of these tokens are then nearly
-
-    z_pc = k H_c . N(h_p + g * (U V^T s_p x_p)),
-
-H_c the rows of the head, k the factor by which the model scales its scores, N the last norm, which keeps the length of
-h / g; the sum of exp z over all other tokens grows as that over some of them drawn at random. So U (M x r) and V (I x
-r) are a multinomial regression on x, and no pass of the model is needed to fit it: Adam, from U = 0 and the leading
-directions of x, along which its mean square is 1 / r. It ends where the loss of a quarter of the examples, held out, is
-lowest, and is done once more with all of them, in as many steps.
+s shrunk towards 1 as far as it differs by chance; N keeps the length of h / g.
 """
 
 import itertools
+import logging
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tezo.directions.bases.basis import output_size
+from tezo.directions.bases.basis import input_size, output_size
 from tezo.directions.outputs import RARE, Outputs, Places
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, output_head
 from tezo.forward.engine import HEAD, LayerInputs
 from tezo.forward.watching import Watcher, at_places
+from tezo.newton.last_blocks import WEIGHTS, Block, Factors, LastBlocks, NotRebuiltError, last_blocks, name_of
 from tezo.newton.recording import NUDGE
 from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
+from tezo.system.signals import let_interrupt
+
+logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 4096
 """Tokens of answers that are kept, evenly spaced among all: with I + D numbers each, in float32."""
@@ -43,11 +54,14 @@ MOST_CLASSES, OTHERS = 4096, 512
 """Tokens whose scores are followed one by one, at most, unless more are right somewhere; and how many of all others."""
 HELD_OUT = 4
 """One of so many examples is held out, to end by."""
-EPOCHS, PATIENCE, AT_ONCE = 40, 3, 128
-"""Most passes over the tokens, those without a gain, and tokens of a step."""
+EPOCHS, PATIENCE, AT_ONCE, SEEN_AT_ONCE = 40, 3, 128, 512
+"""Most passes over the tokens, those without a gain, tokens of a step, and tokens whose loss is computed at a time."""
 RATE = 4e-3
-"""Rate of Adam, in units of V^T x, and of scores: in a trial on completions with a decoder of 135M parameters, 0.002
-came to nearly the same on other rows, and 0.01 to a little less."""
+"""Rate of Adam, in units of V^T x and of scores, over the square root of the number of layers. With one layer, in a
+trial on completions with a decoder of 135M parameters, 0.002 came to nearly the same on other rows, and 0.01 to a
+little less."""
+LAST_BLOCKS = 1 / 3
+"""Blocks that are rebuilt, the last ones, as a part of all."""
 LEAST_ARRIVES = 0.25
 """Least part of the change of h that g explains."""
 LEAST_GAIN = 0.05
@@ -55,28 +69,29 @@ LEAST_GAIN = 0.05
 
 
 class TextRecord(Watcher):
-    """Keeps the inputs of the last layer and of the head at places; adds noise to the layer's outputs.
+    """Keeps the inputs of layers and of the head at places; adds noise to the outputs of one.
 
     Args:
-        target: the layer.
-        size: root mean square of the noise; 0: there is none.
+        layers: modules whose inputs are kept.
+        noisy: layer to whose outputs noise is added; None: to none.
+        size: root mean square of the noise.
 
     Attributes:
         place: numbers of the places, (P,) for each pass.
-        x: inputs of the layer, (P, I) for each pass, in float32 on the CPU.
+        x: module -> inputs of the layer, (P, I) for each pass, in float32 on the CPU.
         h: inputs of the head, (P, D), likewise.
         noise: noise added to the outputs of the layer, (P, M); nothing, if none was added.
-        squares: mean squares of the layer's outputs.
+        squares: mean squares of the outputs of the last of the layers.
         like: a tensor of no rows, and of the type and on the device of the head's inputs.
     """
 
     most, flattened = MOST_TOKENS, True
 
-    def __init__(self, target: Target, size: float = 0.0) -> None:
-        self._target, self._layer, self._size, self._passes = target, target.sites[0].name, size, 0
-        self.inputs, self.adds = [self._layer, HEAD], [self._layer] if size else []
+    def __init__(self, layers: Sequence[str], noisy: Target | None = None, size: float = 0.0) -> None:
+        self._last, self._noisy, self._size, self._passes = layers[-1], noisy, size, 0
+        self.inputs, self.adds = [*layers, HEAD], [] if noisy is None else [name_of(noisy)]
         self.place: list[Tensor] = []
-        self.x: list[Tensor] = []
+        self.x: dict[str, list[Tensor]] = {layer: [] for layer in layers}
         self.h: list[Tensor] = []
         self.noise: list[Tensor] = []
         self.squares: list[float] = []
@@ -87,8 +102,9 @@ class TextRecord(Watcher):
 
     def added(self, layer: str, places: Places, tokens: int) -> Tensor:
         del layer
-        shape = len(places.example_R), tokens, output_size(self._target)
-        noise_RLM = self._size * normal(shape, seed=0, step=self._passes, name=self._target.name, role="nudge").float()
+        assert self._noisy is not None
+        shape = len(places.example_R), tokens, output_size(self._noisy)
+        noise_RLM = self._size * normal(shape, seed=0, step=self._passes, name=self._noisy.name, role="nudge").float()
         self.noise.append(at_places(noise_RLM, places))
         return noise_RLM
 
@@ -96,12 +112,18 @@ class TextRecord(Watcher):
         assert inputs.at_PI is not None
         own = inputs.at_PI.float().cpu()
         if layer == HEAD:
+            self.place.append(places.place_P)
             self.h.append(own)
             self.like = inputs.at_PI[:0]
-        else:
-            self.place.append(places.place_P)
-            self.x.append(own)
+            return
+        self.x[layer].append(own)
+        if layer == self._last:
             self.squares.append(inputs.output_square)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each layer was seen wherever the head was."""
+        return all(sum(map(len, x)) == sum(map(len, self.h)) for x in self.x.values())
 
 
 def fits_text(model: Any) -> bool:
@@ -109,45 +131,245 @@ def fits_text(model: Any) -> bool:
     return bool(getattr(output_head(model), "in_features", 0) == model.config.get_text_config().hidden_size)
 
 
+def text_layers(targets: Sequence[Target], last: Target, places: int, budget: int) -> tuple[list[Block], list[str]]:
+    """Returns the blocks that a look at free text may rebuild, and the modules whose inputs it keeps.
+
+    Args:
+        targets: all linear layers, in the order of the model.
+        last: the last one that is tuned.
+        places: tokens of answers in the rows.
+        budget: bytes that the inputs and weights of blocks may take.
+    """
+    kept = min(places, MOST_TOKENS)
+    found = last_blocks(targets, output_size(last))
+    size = max(
+        (sum(4 * kept * input_size(t) + WEIGHTS.itemsize * t.shape.numel() for t in _all_of(block)) for block in found),
+        default=1,
+    )
+    count = min(math.ceil(LAST_BLOCKS * len(found)), budget // size)
+    blocks = found[len(found) - count :]
+    return blocks, LastBlocks.watched(blocks) if blocks else [name_of(last)]
+
+
+def _all_of(block: Block) -> list[Target]:
+    return [block.attention, *block.readers, block.mlp]
+
+
+class States(ABC):
+    """The inputs of the output head at places, as a function of the factors of layers.
+
+    Attributes:
+        start: parameter name -> (U (D, r), V (I, r)) at the start of the fit, in the units of Adam.
+        h_PD: the inputs of the head at the start.
+    """
+
+    start: dict[str, tuple[Tensor, Tensor]]
+    h_PD: Tensor
+
+    @abstractmethod
+    def of(self, factors: Factors, places_P: Tensor) -> Tensor:
+        """Returns the inputs of the head with these factors, in the units of Adam, (P, D)."""
+
+    @abstractmethod
+    def scaled(self, factors: Factors) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns factors in the units of the model, float64, of those in the units of Adam."""
+
+
+class LastLayer(States):
+    """One layer whose outputs arrive at the head; see the module.
+
+    Args:
+        name: of its parameter.
+        x_PI: its inputs, float32, times s.
+        h_PD: inputs of the head.
+        gain_D: g.
+        unit: of the entries of g U.
+        rank: r.
+    """
+
+    def __init__(self, name: str, x_PI: Tensor, h_PD: Tensor, gain_D: Tensor, unit: float, rank: int) -> None:
+        self._name, self.h_PD, self._per_D, self._unit = name, h_PD, reciprocal(gain_D), unit
+        self._length_P = torch.linalg.vector_norm(h_PD * self._per_D, dim=1)
+        self._size = size_of(x_PI)
+        self._x_PI = x_PI / self._size
+        self.start = {name: (torch.zeros(h_PD.shape[1], rank), leading(self._x_PI, rank))}
+
+    def of(self, factors: Factors, places_P: Tensor) -> Tensor:
+        u_DR, v_IR = factors[self._name]
+        h_PD = self.h_PD[places_P] + self._unit * (self._x_PI[places_P] @ v_IR) @ u_DR.T
+        longer_P: Tensor = torch.linalg.vector_norm(h_PD * self._per_D, dim=1) / self._length_P[places_P]
+        return h_PD / longer_P.unsqueeze(1)
+
+    def scaled(self, factors: Factors) -> dict[str, tuple[Tensor, Tensor]]:
+        u_DR, v_IR = factors[self._name]
+        return {
+            self._name: (self._per_D.double().unsqueeze(1) * self._unit * u_DR.double(), v_IR.double() / self._size)
+        }
+
+
+class Rebuilt(States):
+    """The layers of rebuilt blocks.
+
+    Args:
+        blocks: the blocks.
+        inputs: parameter name -> inputs of each layer that has factors.
+        unit: of the entries of U by the inputs of the head.
+        ranks: parameter name -> r.
+    """
+
+    def __init__(self, blocks: LastBlocks, inputs: Mapping[str, Tensor], unit: float, ranks: Mapping[str, int]) -> None:
+        self._blocks, self.h_PD = blocks, blocks.n_PD
+        self._unit = unit * blocks.size / size_of(blocks.n_PD)
+        self._sizes = {name: size_of(x_PI) for name, x_PI in inputs.items()}
+        self.start = {
+            name: (torch.zeros(self.h_PD.shape[1], ranks[name]), leading(x_PI / self._sizes[name], ranks[name]))
+            for name, x_PI in inputs.items()
+        }
+
+    def of(self, factors: Factors, places_P: Tensor) -> Tensor:
+        own = {name: (self._unit * u_DR, v_IR / self._sizes[name]) for name, (u_DR, v_IR) in factors.items()}
+        return self._blocks.of(own, places_P)
+
+    def scaled(self, factors: Factors) -> dict[str, tuple[Tensor, Tensor]]:
+        return {
+            name: (self._unit * u_DR.double(), v_IR.double() / self._sizes[name])
+            for name, (u_DR, v_IR) in factors.items()
+        }
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A pass over rows of free text.
+
+    Attributes:
+        rows: the rows.
+        record: what was kept.
+        outputs: of the rows.
+    """
+
+    rows: RowOutputs
+    record: TextRecord
+    outputs: Outputs
+
+    @classmethod
+    def of(cls, model: nn.Module, rows: RowOutputs, layers: Sequence[str]) -> "Seen":
+        """Passes the rows through the model, and keeps the inputs of these layers."""
+        record = TextRecord(layers)
+        with rows.watching(model, record):
+            return cls(rows, record, rows.outputs())
+
+    @property
+    def tokens(self) -> Tensor:
+        """The right token and likely ones at each place, (P, K)."""
+        assert self.outputs.tokens_TC is not None
+        return self.outputs.tokens_TC.cpu()[torch.cat(self.record.place), :-1]
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Their log-probabilities, (P, K)."""
+        return self.outputs.scores_TC.cpu()[torch.cat(self.record.place), :-1].float()
+
+    @property
+    def held(self) -> Tensor:
+        """Which places are of the examples that are held out where there are no other rows, (P,)."""
+        _, number_P = torch.unique(self.outputs.example_T.cpu()[torch.cat(self.record.place)], return_inverse=True)
+        held_P: Tensor = number_P % HELD_OUT == 0
+        return held_P
+
+    def inputs(self, layer: str) -> Tensor:
+        """Returns the inputs of a layer, or of the head, (P, I)."""
+        return torch.cat(self.record.h if layer == HEAD else self.record.x[layer])
+
+
 def fit_text(
-    model: nn.Module, target: Target, rows: RowOutputs, before: TextRecord, outputs: Outputs, rank: int
-) -> tuple[Tensor, Tensor]:
-    """Returns (U (M, r), V (I, r)) of the last layer, float64; see the module. It takes another pass over the rows.
+    model: nn.Module,
+    target: Target,
+    blocks: Sequence[Block],
+    seen: Sequence[Seen],
+    ranks: Mapping[str, int],
+) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
+    """Returns (parameter name -> (U (M, r), V (I, r)) of the layers that are changed, float64; further model calls).
 
     Args:
         model: the model.
         target: the last layer.
-        rows: the rows.
-        before: of a pass over them.
-        outputs: of that pass.
-        rank: r.
+        blocks: blocks that may be rebuilt; none: the last layer is changed alone.
+        seen: the rows that are fitted, and rows that are held out, if there are any.
+        ranks: parameter name -> r.
 
     Raises:
-        RequestError: the layer does not write to the input of the head.
+        RequestError: the last layer does not write to the input of the head.
     """
-    head, gains = output_head(model), None
-    if head is not None and before.h and before.h[0].shape[1] == output_size(target):
-        size = math.sqrt(sum(before.squares) / len(before.squares))
-        moved = TextRecord(target, NUDGE * size)
-        with rows.watching(model, moved):
-            rows.outputs(outputs)
-        gains = arrives(torch.cat(moved.h) - torch.cat(before.h), torch.cat(moved.noise))
-    if head is None or gains is None:
-        raise RequestError(
-            f"method.basis: the output of {target.name}, the last layer that is tuned, is not added to the input of an "
-            "output head, which free text needs; choose others with method.targets, or set method.name=head-feedback."
-        )
-    assert outputs.tokens_TC is not None
-    (gain_M, share_P), place_P = gains, torch.cat(before.place)
-    x_PI, h_PD = torch.cat(before.x) * share_P.unsqueeze(1), torch.cat(before.h)
-    tokens_PK = outputs.tokens_TC.cpu()[place_P, :-1]
-    tokens_C = tokens_of(tokens_PK)
-    vocabulary: Any = head.out_features
-    (weight_XD, bias_X), count = rows.head_rows(model, with_others(tokens_C, vocabulary), before.like), len(tokens_C)
+    head, first = output_head(model), seen[0]
+    if head is None or not first.record.h or first.record.h[0].shape[1] != output_size(target):
+        raise _not_added(target)
+    tokens_PK = torch.cat([each.tokens for each in seen])
+    tokens_C, vocabulary = tokens_of(tokens_PK), int(head.out_features)  # type: ignore[arg-type]
+    weight_XD, bias_X = first.rows.layer_rows(model, HEAD, with_others(tokens_C, vocabulary), first.record.like)
+    count, h_PD = len(tokens_C), torch.cat([each.inputs(HEAD) for each in seen])
     head_of = weight_XD[:count], bias_X[:count], weight_XD[count:]
-    text = Text(x_PI, h_PD, gain_M, head_of, tokens_C, tokens_PK, outputs.scores_TC.cpu()[place_P, :-1].float())
-    u_DR, v_IR = text.fit(outputs.example_T[place_P].cpu(), rank)
-    return reciprocal(gain_M).double().unsqueeze(1) * u_DR.double(), v_IR.double()
+    text = Text(h_PD, head_of, tokens_C, tokens_PK, torch.cat([each.log_probs for each in seen]))
+    own, *others = (len(each.tokens) for each in seen)
+    held_P = torch.arange(len(h_PD)) >= own if others else first.held
+    rebuilt = _rebuilt(model, blocks, seen, h_PD, text.unit, ranks)
+    if rebuilt is not None:
+        return rebuilt.scaled(text.fit(rebuilt, held_P, again=not others)), 0
+    layer = _last_layer(model, target, seen, h_PD, text.unit, ranks[target.name])
+    calls = sum(len(each.rows.places()) for each in seen)
+    return layer.scaled(text.fit(layer, held_P, again=not others)), calls
+
+
+def _not_added(target: Target) -> RequestError:
+    return RequestError(
+        f"method.basis: the output of {target.name}, the last layer that is tuned, is not added to the input of an "
+        "output head, which free text needs; choose others with method.targets, or set method.name=head-feedback."
+    )
+
+
+def _last_layer(
+    model: nn.Module, target: Target, seen: Sequence[Seen], h_PD: Tensor, unit: float, rank: int
+) -> LastLayer:
+    """Returns the last layer, and how its outputs arrive at the head: another pass over the rows shows it."""
+    squares = [square for each in seen for square in each.record.squares]
+    size, moved = math.sqrt(sum(squares) / len(squares)), list[TextRecord]()
+    for each in seen:
+        moved.append(TextRecord([name_of(target)], target, NUDGE * size))
+        with each.rows.watching(model, moved[-1]):
+            each.rows.outputs(each.outputs)
+    moved_PD = torch.cat([part for each in moved for part in each.h])
+    gains = arrives(moved_PD - h_PD, torch.cat([part for each in moved for part in each.noise]))
+    if gains is None:
+        raise _not_added(target)
+    gain_M, share_P = gains
+    x_PI = torch.cat([each.inputs(name_of(target)) for each in seen]) * share_P.unsqueeze(1)
+    return LastLayer(target.name, x_PI, h_PD, gain_M, unit, rank)
+
+
+def _rebuilt(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    seen: Sequence[Seen],
+    h_PD: Tensor,
+    unit: float,
+    ranks: Mapping[str, int],
+) -> Rebuilt | None:
+    """Returns the blocks; None: they cannot be rebuilt."""
+    if not blocks or not all(each.record.is_whole for each in seen):
+        return None
+    inputs = {name: torch.cat([each.inputs(name) for each in seen]) for name in seen[0].record.x}
+    rows, like = seen[0].rows, seen[0].record.like
+
+    def weights(layer: Target) -> tuple[Tensor, Tensor]:
+        return rows.layer_rows(model, name_of(layer), None, like.new_zeros(0, input_size(layer)))
+
+    try:
+        found = LastBlocks(blocks, inputs, h_PD, weights)
+    except NotRebuiltError as error:
+        logger.info("Free text changes the last layer alone: %s.", error)
+        return None
+    writers = [target for block in blocks for target in (block.attention, block.mlp)]
+    changed = {target.name: inputs[name_of(target)] for target in writers if target.name in ranks}
+    return Rebuilt(found, changed, unit, ranks)
 
 
 def arrives(change_PM: Tensor, noise_PM: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -184,34 +406,36 @@ def with_others(tokens_C: Tensor, vocabulary: int) -> Tensor:
     return torch.cat([tokens_C, shuffled_V[~torch.isin(shuffled_V, tokens_C)][:OTHERS]])
 
 
+def size_of(x_PI: Tensor) -> float:
+    """Returns the root mean square of all entries."""
+    return float(x_PI.square().mean().sqrt().clamp_min(1e-30))
+
+
 class Text:
-    """Tokens of answers, and the scores of the head there as a function of U and V.
+    """Tokens of answers, and their loss as a function of the inputs of the head.
 
     Args:
-        x_PI: inputs of the layer, float32.
         h_PD: inputs of the head, float32.
-        gain_D: g.
         head: (rows of the head for C tokens (C, D), their bias (C,), rows for some others).
         tokens_C: these tokens, ascending.
         tokens_PK: the right token and likely ones at each place.
         log_probs_PK: of these, by the model.
+
+    Attributes:
+        unit: change of an input of the head that changes scores by about 1.
     """
 
     def __init__(
         self,
-        x_PI: Tensor,
         h_PD: Tensor,
-        gain_D: Tensor,
         head: tuple[Tensor, Tensor, Tensor],
         tokens_C: Tensor,
         tokens_PK: Tensor,
         log_probs_PK: Tensor,
     ) -> None:
         class_PK = torch.searchsorted(tokens_C, tokens_PK).clamp_max(len(tokens_C) - 1)
-        self._right_P = class_PK[:, 0]
+        self._right_P, self._h_PD = class_PK[:, 0], h_PD
         weight_CD, bias_C, others_SD = head
-        self._h_PD, self._per_D = h_PD, reciprocal(gain_D)
-        self._length_P = torch.linalg.vector_norm(h_PD * self._per_D, dim=1)
         z_PC = h_PD @ weight_CD.T + bias_C
         own_PK = z_PC.gather(1, class_PK)
         aside_PK, said_PK = own_PK - own_PK[:, :1], log_probs_PK - log_probs_PK[:, :1]
@@ -221,52 +445,64 @@ class Text:
         norm_P = scale * own_PK[:, 0] - log_probs_PK[:, 0]  # the logarithm of the sum over the vocabulary
         rest_P = 1 - (scale * z_PC - norm_P.unsqueeze(1)).exp().sum(1)
         self._rest_P = norm_P + rest_P.clamp_min(RARE).log()
-        self._size = float(x_PI.square().mean().sqrt().clamp_min(1e-30))
-        self._x_PI = x_PI / self._size
         apart_CD = self._weight_CD - self._weight_CD.mean(0)
-        self._unit = 1 / float(apart_CD.square().sum(1).mean().sqrt().clamp_min(1e-30))
+        self.unit = 1 / float(apart_CD.square().sum(1).mean().sqrt().clamp_min(1e-30))
 
-    def loss(self, u_DR: Tensor, v_IR: Tensor, places_P: Tensor) -> Tensor:
-        """Returns the mean loss of some places, U and V in the units of Adam."""
-        own_PD, rest_P = self._h_PD[places_P], self._rest_P[places_P]
-        h_PD = own_PD + self._unit * (self._x_PI[places_P] @ v_IR) @ u_DR.T
-        longer_P = torch.linalg.vector_norm(h_PD * self._per_D, dim=1) / self._length_P[places_P]
-        h_PD = h_PD / longer_P.unsqueeze(1)
+    def loss(self, h_PD: Tensor, places_P: Tensor) -> Tensor:
+        """Returns the mean loss of some places, whose inputs of the head are these."""
+        rest_P = self._rest_P[places_P]
         if count := len(self._others_SD):
-            rest_P = rest_P + ((h_PD - own_PD) @ self._others_SD.T).logsumexp(1) - math.log(count)
+            rest_P = rest_P + ((h_PD - self._h_PD[places_P]) @ self._others_SD.T).logsumexp(1) - math.log(count)
         z_PC = h_PD @ self._weight_CD.T + self._bias_C
         return functional.cross_entropy(torch.cat([z_PC, rest_P.unsqueeze(1)], 1), self._right_P[places_P])
 
-    def fit(self, example_P: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Returns (U in the coordinates of h (D, r), V (I, r)); U is 0 where nothing is gained on unseen examples."""
-        _, number_P = torch.unique(example_P, return_inverse=True)
-        held_P = number_P % HELD_OUT == 0
+    def fit(self, states: States, held_P: Tensor, *, again: bool) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns factors in the units of Adam; U is 0 where nothing is gained on held-out places.
+
+        Args:
+            states: the inputs of the head as a function of the factors.
+            held_P: bool, which places are held out.
+            again: whether all places are fitted in the end, in as many steps.
+        """
         held, fitted = held_P.nonzero()[:, 0], (~held_P).nonzero()[:, 0]
-        best, epochs = torch.inf, 0
-        for epoch, (u_DR, v_IR) in enumerate(self._epochs(fitted, rank) if len(fitted) else ()):
-            with torch.no_grad():
-                now = float(self.loss(u_DR, v_IR, held))
+        best, epochs, found = torch.inf, 0, states.start
+        for epoch, factors in enumerate(self._epochs(states, fitted) if len(fitted) else ()):
+            now = self._mean_loss(states, factors, held)
             if now < best:
                 best, epochs = now, epoch
+                found = {name: (u_DR.detach().clone(), v_IR.detach().clone()) for name, (u_DR, v_IR) in factors.items()}
             elif epoch >= epochs + PATIENCE:
                 break
+        if not again:
+            return found
         epochs = math.ceil(epochs * len(fitted) / len(held_P))
-        u_DR, v_IR = next(itertools.islice(self._epochs(torch.arange(len(held_P)), rank), epochs, None))
-        return self._unit * u_DR.detach(), v_IR.detach() / self._size
+        every = self._epochs(states, torch.arange(len(held_P)))
+        last = next(itertools.islice(every, epochs, None))
+        return {name: (u_DR.detach(), v_IR.detach()) for name, (u_DR, v_IR) in last.items()}
 
-    def _epochs(self, places_P: Tensor, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (U, V) at the start and after each pass over these places."""
-        v_IR = leading(self._x_PI[places_P], rank).requires_grad_()
-        u_DR = torch.zeros(self._weight_CD.shape[1], rank, requires_grad=True)
-        adam = torch.optim.Adam([u_DR, v_IR], lr=RATE)
+    @torch.no_grad()
+    def _mean_loss(self, states: States, factors: Factors, places_P: Tensor) -> float:
+        parts = torch.split(places_P, SEEN_AT_ONCE)
+        return sum(float(self.loss(states.of(factors, part), part)) * len(part) for part in parts) / len(places_P)
+
+    def _epochs(self, states: States, places_P: Tensor) -> Iterator[Factors]:
+        """Yields factors at the start and after each pass over these places."""
+        factors = {
+            name: (u.clone().requires_grad_(), v.clone().requires_grad_()) for name, (u, v) in states.start.items()
+        }
+        every = [factor for pair in factors.values() for factor in pair]
+        adam = torch.optim.Adam(every, lr=RATE / math.sqrt(len(factors)))
         generator = torch.Generator().manual_seed(0)
-        yield u_DR, v_IR
+        yield factors
         for _ in range(EPOCHS):
             for part in torch.split(places_P[torch.randperm(len(places_P), generator=generator)], AT_ONCE):
+                let_interrupt()
                 with torch.enable_grad():
-                    u_DR.grad, v_IR.grad = torch.autograd.grad(self.loss(u_DR, v_IR, part), [u_DR, v_IR])
+                    gradients = torch.autograd.grad(self.loss(states.of(factors, part), part), every)
+                for factor, gradient in zip(every, gradients, strict=True):
+                    factor.grad = gradient
                 adam.step()
-            yield u_DR, v_IR
+            yield factors
 
 
 def leading(x_PI: Tensor, rank: int) -> Tensor:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from tezo.directions.outputs import Outputs, Places
-from tezo.forward.watching import Watcher, head_rows, hooked
+from tezo.forward.watching import Watcher, hooked, layer_rows
 
 Closure = Callable[[], Tensor | float]
 
@@ -111,15 +111,19 @@ class RowOutputs(Losses):
         """While open, a watcher looks into the passes of `outputs`, which are passes of this model."""
         return hooked(model, watcher, self.places())
 
-    def head_rows(self, model: nn.Module, tokens_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns rows of the model's output head for these tokens (X, D), and their bias (X,): float32.
+    def layer_rows(self, model: nn.Module, layer: str, rows_X: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows of a layer's weight (X, I), its trained change included, and their bias (X,): float32.
 
-        `like`: inputs of the head, (..., D).
+        Args:
+            model: the model.
+            layer: name of the module, or `tezo.forward.engine.HEAD`.
+            rows_X: which rows; None: all.
+            like: inputs of the layer, (..., I).
 
         Raises:
             RequestError: they cannot be read.
         """
-        return head_rows(model, tokens_X, like)
+        return layer_rows(model, layer, rows_X, like)
 
     def outputs_of(self, copies: int, like: Outputs | None = None) -> list[Outputs]:
         """Returns the outputs of each of `copies` models, more than one only where `most_copies` allows it.

@@ -270,7 +270,7 @@ class Job:
     @property
     def stepped(self) -> Sequence[int]:
         """The training rows that steps are taken on."""
-        return looked_and_stepped(self.config, self.format, len(self.train), judged=bool(self.dev))[1]
+        return looked_and_stepped(self.config, len(self.train), judged=bool(self.dev))[1]
 
     def sampler(self) -> BatchSampler:
         """Which of them a step takes."""
@@ -316,7 +316,7 @@ def prepare(
     _check_objective(config)
     untrained = _untrained(loaded, used.objective, used.train)
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
-    looked, stepped = looked_and_stepped(config, used.format, len(used.train), judged=bool(used.dev))
+    looked, stepped = looked_and_stepped(config, len(used.train), judged=bool(used.dev))
 
     def build(settings: Config) -> BaseOptimizer:
         try:
@@ -329,7 +329,10 @@ def prepare(
             raise RequestError(f"method.name is {settings.method.name}, model.engine {engine}: {error}") from None
         optimizer.set_passes(passes)
         taken = sampler(settings, stepped)
-        optimizer.set_rows(partial(rows_to_look_at, loaded, used.objective, used.train, settings.train, looked, taken))
+        judges = used.dev if used.is_text and settings.train.guard is not False else ()
+        optimizer.set_rows(
+            partial(rows_to_look_at, loaded, used.objective, used.train, settings.train, looked, taken, judges)
+        )
         return optimizer
 
     choices.add(choose_size(config.train, len(stepped), method(config.method.name)))

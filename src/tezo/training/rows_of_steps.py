@@ -21,7 +21,6 @@ from tezo.optim.learning_rate import TRIAL_STEPS
 from tezo.tasks.objectives.closure import BatchClosure
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rewards import Reward, answered
-from tezo.tasks.rows import Format
 from tezo.training.settings import Config, TrainConfig
 
 
@@ -170,15 +169,13 @@ def basis_passes(loaded: LoadedModel, objective: Objective, train: Sequence[Enco
     return passes
 
 
-def looked_and_stepped(
-    config: Config, form: Format, num_rows: int, *, judged: bool
-) -> tuple[Sequence[int], Sequence[int]]:
+def looked_and_stepped(config: Config, num_rows: int, *, judged: bool) -> tuple[Sequence[int], Sequence[int]]:
     """(Training rows that looks have, those that steps have): all, or two parts where outputs are kept.
 
-    What a look finds holds for its rows better than for others. Of rows with shared labels it is known how much; but
-    not how much better than others they have become by earlier steps, which dev rows must tell (`judged`).
+    What a look finds holds for its rows better than for others. How much better, and how much better than others they
+    have become by earlier steps, dev rows must tell (`judged`).
     """
-    if (form.options and judged) or not method(config.method.name).takes_outputs:
+    if judged or not method(config.method.name).takes_outputs:
         return range(num_rows), range(num_rows)
     return parts(num_rows, config.train.seed)
 
@@ -196,10 +193,14 @@ def rows_to_look_at(
     settings: TrainConfig,
     looked: Sequence[int],
     taken: BatchSampler,
+    judges: Sequence[Encoded],
     step: int,
     count: int,
 ) -> BatchClosure:
-    """The rows that a basis looks at before a step, at most `count`: those of the step first, others in turn."""
+    """The rows that a basis looks at before a step, at most `count`: those of the step first, others in turn.
+
+    Of `judges`, which nothing is fitted to, it looks at as many.
+    """
     first = [row for row in taken.rows(step) if row in looked][:count]
     apart = {*first}
     others = [row for row in looked if row not in apart]
@@ -207,7 +208,9 @@ def rows_to_look_at(
     numbers = first + [others[i % len(others)] for i in range(step * left, (step + 1) * left)]
     looking = objective.shown()
     most = settings.most_rows if loaded.engine is None else LOOKED_AT_ONCE
-    return looking.closure(loaded.model, looking.batches([train[i] for i in numbers], most), stepped=len(first))
+    held_out = looking.closure(loaded.model, looking.batches(judges[:count], most)) if judges else None
+    batches = looking.batches([train[i] for i in numbers], most)
+    return looking.closure(loaded.model, batches, stepped=len(first), held_out=held_out)
 
 
 class Rows(ABC):

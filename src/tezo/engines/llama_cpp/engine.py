@@ -128,14 +128,17 @@ class LlamaCpp(Engine):
         assert at_PI is not None
         return at_PI[[number[tuple(text)] for text in texts]]
 
-    def head_rows(self, tokens_X: Tensor) -> tuple[Tensor, Tensor]:
-        name, header = self._known(HEAD), GgufHeader(self._model.path)
-        weight_XD = torch.from_numpy(rows_of(header, name, tokens_X.numpy(), self._model.tokens))
+    def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
+        name, header = self._known(layer), GgufHeader(self._model.path)
+        every, outputs = torch.arange(self.layers[name].outputs), self.layers[name].outputs
+        if layer != HEAD:  # rows may be in another order in the file
+            every = self._names.to_gguf(layer, every.unsqueeze(1)).squeeze(1).argsort()
+        stored_X = (every if rows_X is None else every[rows_X]).numpy()
+        weight_XI = torch.from_numpy(rows_of(header, name, stored_X, outputs))
         bias = name.removesuffix(WEIGHT) + ".bias"
         if bias not in header.tensors:
-            return weight_XD, torch.zeros(len(tokens_X))
-        bias_V1 = rows_of(header, bias, np.arange(self._model.tokens), self._model.tokens)
-        return weight_XD, torch.from_numpy(bias_V1)[tokens_X, 0]
+            return weight_XI, torch.zeros(len(stored_X))
+        return weight_XI, torch.from_numpy(rows_of(header, bias, stored_X, outputs))[:, 0]
 
     def generate(
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing

@@ -224,5 +224,5 @@ class BatchClosure(RowLosses, RowOutputs):
     def watching(self, model: Any, watcher: Watcher) -> AbstractContextManager[None]:
         return self.evaluator.watching(model, watcher, self.places())
 
-    def head_rows(self, model: Any, tokens_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        return self.evaluator.head_rows(model, tokens_X, like)
+    def layer_rows(self, model: Any, layer: str, rows_X: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        return self.evaluator.layer_rows(model, layer, rows_X, like)

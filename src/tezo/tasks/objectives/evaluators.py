@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tezo.directions.outputs import Places
 from tezo.forward.engine import Continuing
-from tezo.forward.watching import Watcher, head_rows, hooked
+from tezo.forward.watching import Watcher, hooked, layer_rows
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.batch import Batch
 
@@ -67,15 +67,9 @@ class Evaluator(ABC):
         """While open, a watcher looks into the passes, which have these places one after another."""
         return hooked(model, watcher, places)
 
-    def head_rows(self, model: Any, tokens_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns rows of the output head for these tokens (X, D), and their bias (X,): float32.
-
-        `like`: inputs of the head, (..., D).
-
-        Raises:
-            RequestError: they cannot be read.
-        """
-        return head_rows(model, tokens_X, like)
+    def layer_rows(self, model: Any, layer: str, rows_X: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RowOutputs.layer_rows`."""
+        return layer_rows(model, layer, rows_X, like)
 
 
 class TextEvaluator(Evaluator):

@@ -58,9 +58,14 @@ class CausalInEngine(TextEvaluator):
         finally:
             self._watching = None
 
-    def head_rows(self, model: Any, tokens_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        del model, like
-        return self._engine.head_rows(tokens_X)
+    def layer_rows(self, model: Any, layer: str, rows_X: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        del like
+        weight_XI, bias_X = self._engine.layer_rows(layer, rows_X)
+        change = changes_of(model, 1)[0].get(layer)
+        if change is not None:
+            a_RI, b_OR = change
+            weight_XI = weight_XI + (b_OR if rows_X is None else b_OR[rows_X]) @ a_RI
+        return weight_XI, bias_X
 
     def in_torch(self) -> TextEvaluator:
         return CausalInTorch()

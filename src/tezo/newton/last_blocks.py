@@ -1,0 +1,306 @@
+"""The last blocks of a decoder as a function of each token alone, rebuilt from the inputs of their layers.
+
+A pass shows the inputs of linear layers at P places, and their weights can be read. Attention and an MLP add their
+outputs y to the residual stream h, and a norm n = w * h / |h| (root mean square) stands before each and before the
+head. So the stream before the first of these blocks, h_0, and behind the last one, h_1, are
+
+    h_1 - h_0 = S, the sum of all y,   h_1 = r_1 v_1 n_1,   h_0 = r_0 v_0 n_0,
+
+n_1 and n_0 known, r a number for each place, v one for each coordinate: alternating least squares find both, to the
+last bits. From there on the stream is a sum, the weights of each norm are a regression, and the activation is the one
+of `ACTIVATIONS` that leads from the inputs of an MLP to those of its last layer. Each of these is checked: blocks that
+are built otherwise are not rebuilt.
+
+With factors U V^T beside the layers that write the stream, and with the outputs of attention held as they were, the
+inputs of the head follow as a function of the factors: the outputs of attention would change a little too. In a trial
+(a decoder of 135M parameters, completions) the gradient by this function had a cosine with the true one of 0.98 in the
+last block but one, 0.91 in the sixth from the end and 0.82 in the tenth.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tezo.directions.bases.basis import input_size, output_size
+from tezo.directions.targets import Target
+
+SWEEPS = 40
+"""Sweeps of alternating least squares at most: 20 came to the precision of float32."""
+CLOSE = 0.03
+"""Largest part of what is rebuilt that may be missed: engines round what they multiply."""
+WEIGHTS = torch.bfloat16
+"""Type in which weights of rebuilt blocks are kept."""
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: tuple[Activation, ...] = (
+    functional.silu,
+    lambda x: functional.gelu(x, approximate="tanh"),
+    functional.gelu,
+    functional.relu,
+    lambda x: functional.relu(x).square(),
+)
+"""Functions between the first and the last layers of an MLP."""
+
+Factors = Mapping[str, tuple[Tensor, Tensor]]
+"""Name of a layer -> (U (D, r), V (I, r))."""
+Affine = tuple[Tensor, Tensor]
+"""Weight (O, I) and bias (O,) of a linear layer, float32."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The linear layers of a block, as their sizes and order suggest.
+
+    Attributes:
+        entrance: layer that reads the stream first.
+        attention: layer by which attention writes to the stream.
+        readers: layers that an MLP begins with.
+        mlp: layer by which it writes to the stream.
+    """
+
+    entrance: Target
+    attention: Target
+    readers: Sequence[Target]
+    mlp: Target
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A rebuilt MLP, a = f(x_1) x_2 or f(x_1), y = W a + b.
+
+    Attributes:
+        norm_D: weights of the norm before it.
+        gate, up: layers before f and beside it; None: there is none beside it.
+        last: the layer that writes to the stream.
+        activation: f.
+    """
+
+    norm_D: Tensor
+    gate: Affine
+    up: Affine | None
+    last: Affine
+    activation: Activation
+
+    def inside(self, h_PD: Tensor) -> Tensor:
+        """Returns the inputs of the last layer, (P, I)."""
+        n_PD = self.norm_D * normalised(h_PD)
+        a_PI = self.activation(product(n_PD, self.gate))
+        return a_PI if self.up is None else a_PI * product(n_PD, self.up)
+
+
+def name_of(target: Target) -> str:
+    """Returns the name of the module of a layer."""
+    return target.sites[0].name
+
+
+def last_blocks(targets: Sequence[Target], size: int) -> list[Block]:
+    """Returns the blocks at the end of a model, the first one first.
+
+    Args:
+        targets: all linear layers, in the order of the model.
+        size: D, of the residual stream.
+    """
+    found: list[Block] = []
+    end = len(targets)
+    while end:
+        mlp, start = targets[end - 1], end - 1
+        sizes = (input_size(mlp), 2 * input_size(mlp))
+        while start and _reads(targets[start - 1], size) and output_size(targets[start - 1]) in sizes:
+            start -= 1
+        readers, inside = targets[start : end - 1], input_size(mlp) != size
+        before = next((i for i in reversed(range(start)) if _ends(targets, i, size)), -1) + 1
+        span = targets[before:start]
+        writers = [target for target in span if output_size(target) == size]
+        others = [target for target in span if _reads(target, size)]
+        if output_size(mlp) != size or not inside or len(readers) not in (1, 2) or not writers or len(others) < 2:
+            break
+        entrance = next(target for target in others if target is not writers[-1])
+        found.insert(0, Block(entrance, writers[-1], readers, mlp))
+        end = before
+    return found
+
+
+def _reads(target: Target, size: int) -> bool:
+    return input_size(target) == size
+
+
+def _ends(targets: Sequence[Target], i: int, size: int) -> bool:
+    """Returns whether a layer may be the last one of an MLP."""
+    inside = input_size(targets[i])
+    return output_size(targets[i]) == size and inside != size and i > 0 and (
+        output_size(targets[i - 1]) in (inside, 2 * inside) and _reads(targets[i - 1], size)
+    )  # fmt: skip
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, whose derivative by x keeps the weight in its own type."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PI: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.weight_OI = weight_OI
+        return x_PI @ weight_OI.to(x_PI.dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, g_PO: Tensor) -> tuple[Tensor, None]:
+        return g_PO @ ctx.weight_OI.to(g_PO.dtype), None
+
+
+def product(x_PI: Tensor, layer: Affine) -> Tensor:
+    """Returns W x + b."""
+    found: Tensor = _Product.apply(x_PI, layer[0])  # type: ignore[no-untyped-call]
+    return found + layer[1]
+
+
+def normalised(h_PD: Tensor) -> Tensor:
+    """Returns h by its root mean square."""
+    return h_PD * h_PD.square().mean(1, keepdim=True).rsqrt()
+
+
+def missed(found: Tensor, real: Tensor) -> float:
+    """Returns |found - real| / |real|."""
+    return float(torch.linalg.vector_norm(found - real) / torch.linalg.vector_norm(real).clamp_min(1e-30))
+
+
+def ends_of_stream(n_PD: Tensor, n_0_PD: Tensor, sum_PD: Tensor) -> Tensor | None:
+    """Returns the stream behind the last block, h_1 (P, D) in float64; None: it has not these ends.
+
+    Args:
+        n_PD: inputs of the head.
+        n_0_PD: inputs of the first layer of the first block.
+        sum_PD: S.
+    """
+    a_PD, b_PD, sum_PD = n_PD.double(), -n_0_PD.double(), sum_PD.double()
+    v_2D, r_2P = torch.ones(2, a_PD.shape[1], dtype=torch.float64), torch.ones(2, len(a_PD), dtype=torch.float64)
+    for _ in range(SWEEPS):
+        r_2P = _pairs(a_PD * v_2D[0], b_PD * v_2D[1], sum_PD, 1)
+        v_2D = _pairs(a_PD * r_2P[0, :, None], b_PD * r_2P[1, :, None], sum_PD, 0)
+    h_PD = a_PD * v_2D[0] * r_2P[0, :, None]
+    h_0_PD = -b_PD * v_2D[1] * r_2P[1, :, None]
+    return h_PD if missed(h_PD - h_0_PD, sum_PD) < CLOSE else None
+
+
+def _pairs(a_PD: Tensor, b_PD: Tensor, sum_PD: Tensor, dim: int) -> Tensor:
+    """Returns (s, t) with the smallest |s a + t b - sum| along a dimension."""
+    aa, bb, ab, a_s, b_s = (
+        (x * y).sum(dim) for x, y in ((a_PD, a_PD), (b_PD, b_PD), (a_PD, b_PD), (a_PD, sum_PD), (b_PD, sum_PD))
+    )
+    by = (aa * bb - ab.square()).clamp_min(1e-12 * aa * bb).clamp_min(1e-30)
+    return torch.stack([(a_s * bb - b_s * ab) / by, (b_s * aa - a_s * ab) / by])
+
+
+class LastBlocks:
+    """Rebuilt blocks, and the inputs of the head as a function of factors beside their layers.
+
+    Args:
+        blocks: their layers.
+        inputs: module name -> inputs of the layer, (P, I): of `watched`.
+        n_PD: inputs of the head.
+        weights: reads the weight and the bias of a layer.
+
+    Attributes:
+        n_PD: the inputs of the head without factors, as they are rebuilt.
+        size: root mean square of the stream behind the last block.
+
+    Raises:
+        NotRebuiltError: the blocks are built otherwise.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        inputs: Mapping[str, Tensor],
+        n_PD: Tensor,
+        weights: Callable[[Target], Affine],
+    ) -> None:
+        self._blocks = blocks
+        lasts, added = dict[str, Affine](), dict[str, Tensor]()
+        for block in blocks:
+            for target in (block.attention, block.mlp):
+                layer = weights(target)  # one at a time in float32
+                added[target.name] = inputs[name_of(target)] @ layer[0].T + layer[1]
+                if target is block.mlp:
+                    lasts[target.name] = _kept(layer)
+        total_PD = torch.stack([*added.values()]).sum(0)
+        h_1_PD = ends_of_stream(n_PD, inputs[name_of(blocks[0].entrance)], total_PD)
+        if h_1_PD is None:
+            raise NotRebuiltError("the stream is no sum of the outputs of its blocks")
+        h_PD = (h_1_PD - total_PD).float()
+        self._start_PD, self.size = h_PD, float(h_1_PD.square().mean().sqrt())
+        self._attention: list[tuple[Tensor, Tensor]] = []
+        self._mlps: list[Mlp] = []
+        for block in blocks:
+            self._attention.append((inputs[name_of(block.attention)], added[block.attention.name]))
+            h_PD = h_PD + added[block.attention.name]
+            self._mlps.append(_mlp(block, h_PD, inputs, weights, lasts[block.mlp.name]))
+            h_PD = h_PD + added[block.mlp.name]
+        self._norm_D = _norm(h_PD, n_PD)
+        self.n_PD = self.of({}, torch.arange(len(n_PD)))
+        if missed(self.n_PD, n_PD) > CLOSE:
+            raise NotRebuiltError("what is rebuilt differs from the inputs of the head")
+
+    @staticmethod
+    def watched(blocks: Sequence[Block]) -> list[str]:
+        """Returns the modules whose inputs must be kept."""
+        inner = [[block.attention, block.readers[0], block.mlp] for block in blocks]
+        return [name_of(target) for target in [blocks[0].entrance, *(target for part in inner for target in part)]]
+
+    def of(self, factors: Factors, places_P: Tensor) -> Tensor:
+        """Returns the inputs of the head at places, (P, D), with U V^T beside these layers."""
+        h_PD = self._start_PD[places_P]
+        for block, (x_PI, y_PD), mlp in zip(self._blocks, self._attention, self._mlps, strict=True):
+            h_PD = h_PD + y_PD[places_P]
+            if block.attention.name in factors:
+                u_DR, v_IR = factors[block.attention.name]
+                h_PD = h_PD + (x_PI[places_P] @ v_IR) @ u_DR.T
+            a_PI = mlp.inside(h_PD)
+            h_PD = h_PD + product(a_PI, mlp.last)
+            if block.mlp.name in factors:
+                u_DR, v_IR = factors[block.mlp.name]
+                h_PD = h_PD + (a_PI @ v_IR) @ u_DR.T
+        return self._norm_D * normalised(h_PD)
+
+
+class NotRebuiltError(Exception):
+    """Blocks are built in another way; the message says where."""
+
+
+def _norm(h_PD: Tensor, n_PD: Tensor) -> Tensor:
+    """Returns the weights of the norm that makes n of h, (D,)."""
+    unit_PD = normalised(h_PD)
+    norm_D = (unit_PD * n_PD).sum(0) / unit_PD.square().sum(0).clamp_min(1e-30)
+    if missed(norm_D * unit_PD, n_PD) > CLOSE:
+        raise NotRebuiltError("a norm is not by the root mean square")
+    return norm_D
+
+
+def _mlp(
+    block: Block, h_PD: Tensor, inputs: Mapping[str, Tensor], weights: Callable[[Target], Affine], last: Affine
+) -> Mlp:
+    """Returns the MLP that leads from the stream to the inputs of its last layer."""
+    n_PD, a_PI = inputs[name_of(block.readers[0])], inputs[name_of(block.mlp)]
+    norm_D, readers = _norm(h_PD, n_PD), [weights(reader) for reader in block.readers]
+    if len(readers) == 1 and len(readers[0][1]) == 2 * a_PI.shape[1]:  # both in one layer
+        weight_OI, bias_O = readers[0]
+        readers = [*zip(weight_OI.chunk(2), bias_O.chunk(2), strict=True)]
+    elif len({len(bias_O) for _, bias_O in readers} | {a_PI.shape[1]}) > 1:
+        raise NotRebuiltError("an MLP has layers of other sizes")
+    outputs = [n_PD @ weight_OI.T + bias_O for weight_OI, bias_O in readers]
+    tried = [
+        (missed(activation(outputs[order[0]]) * (outputs[order[1]] if len(order) > 1 else 1), a_PI), order, activation)
+        for order in permutations(range(len(readers)))
+        for activation in ACTIVATIONS
+    ]
+    miss, order, activation = min(tried, key=lambda one: one[0])
+    if miss > CLOSE:
+        raise NotRebuiltError("no known activation leads through an MLP")
+    gate, *up = [_kept(readers[i]) for i in order]
+    return Mlp(norm_D, gate, up[0] if up else None, last, activation)
+
+
+def _kept(layer: Affine) -> Affine:
+    return layer[0].to(WEIGHTS), layer[1]

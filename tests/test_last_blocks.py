@@ -1,0 +1,156 @@
+"""The last blocks of a decoder, rebuilt from the inputs of their layers: what the model computes, attention held."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tezo.directions.outputs import Places
+from tezo.directions.targets import ALL_LINEAR, select_targets
+from tezo.forward.watching import hooked, layer_rows
+from tezo.newton import last_blocks as rebuilding
+from tezo.newton.last_blocks import LastBlocks, NotRebuiltError, ends_of_stream, last_blocks, missed, name_of
+from tezo.newton.text import TextRecord
+
+COMMON = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 1}  # fmt: skip
+KINDS = {
+    "Llama": {}, "Qwen2": {}, "Qwen3": {"head_dim": 8}, "Mistral": {"hidden_act": "gelu"}, "Phi3": {},
+    "Granite": {"residual_multiplier": 0.22, "hidden_act": "relu2"}, "StableLm": {}, "Gemma2": {"head_dim": 8},
+}  # fmt: skip
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def model_of(kind: str):
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**COMMON, **KINDS[kind])
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases start at 0 and norms at 1: give them a part to play
+            if parameter.ndim == 1:
+                parameter.add_(noise(*parameter.shape, seed=len(parameter)) * 0.2)
+    return model
+
+
+def watched(model, blocks):
+    """(what a look sees of these blocks, the places, the tokens)."""
+    tokens_RL = torch.randint(2, 90, (40, 12), generator=torch.Generator().manual_seed(1))
+    row_P, position_P = torch.arange(40).repeat_interleave(8), torch.arange(4, 12).repeat(40)
+    places = Places(row_P, position_P, torch.zeros_like(row_P), torch.arange(len(row_P)), torch.arange(40))
+    seen = TextRecord(LastBlocks.watched(blocks))
+    with torch.no_grad(), hooked(model, seen, [places]):
+        model(tokens_RL)
+    return seen, (row_P, position_P), tokens_RL
+
+
+def rebuilt(model, blocks, seen):
+    inputs = {name: torch.cat(x) for name, x in seen.x.items()}
+    sizes = {name: x.shape[1] for name, x in inputs.items()}
+
+    def weights(layer):
+        size = sizes.get(name_of(layer), COMMON["hidden_size"])
+        return layer_rows(model, name_of(layer), None, torch.zeros(0, size))
+
+    with torch.no_grad():
+        return LastBlocks(blocks, inputs, torch.cat(seen.h), weights)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Granite"])
+def test_the_heads_inputs_with_factors_are_the_models_where_attention_is_held(kind, monkeypatch):
+    monkeypatch.setattr(rebuilding, "WEIGHTS", torch.float32)
+    model = model_of(kind)
+    targets = select_targets(model, (ALL_LINEAR,))
+    blocks = last_blocks(targets, 32)
+    assert len(blocks) == 4 and [name_of(block.attention) for block in blocks] == [
+        f"model.layers.{i}.self_attn.o_proj" for i in range(4)
+    ]
+    blocks = blocks[1:]
+    seen, places, tokens_RL = watched(model, blocks)
+    found = rebuilt(model, blocks, seen)
+    assert missed(found.n_PD, torch.cat(seen.h)) < 1e-4
+    factors = {
+        target.name: (0.2 * noise(32, 2, seed=i), noise(len(seen.x[name_of(target)][0][0]), 2, seed=10 + i))
+        for i, target in enumerate(target for block in blocks for target in (block.attention, block.mlp))
+    }
+    after = TextRecord([name_of(blocks[-1].mlp)])
+    row_P, position_P = places
+    watch = Places(row_P, position_P, torch.zeros_like(row_P), torch.arange(len(row_P)), torch.arange(40))
+    held: dict[str, Tensor] = {}
+
+    def hold(name: str):
+        u_DR, v_IR = factors[name]
+        return lambda _, args, out: held.__setitem__(name, out + (args[0] @ v_IR) @ u_DR.T)
+
+    with torch.no_grad(), ExitStack() as hooks:
+        attention = [(block.attention.name, block.attention.sites[0].module) for block in blocks]
+        with ExitStack() as holding:
+            for name, module in attention:
+                holding.enter_context(module.register_forward_hook(hold(name)))
+            model(tokens_RL)
+        for name, module in attention:
+            hooks.enter_context(module.register_forward_hook(lambda *_, name=name: held[name]))
+        for block in blocks:
+            u_DR, v_IR = factors[block.mlp.name]
+            block.mlp.parameter.add_(u_DR @ v_IR.T)
+        hooks.enter_context(hooked(model, after, [watch]))
+        model(tokens_RL)
+    predicted = found.of(factors, torch.arange(len(row_P)))
+    real = torch.cat(after.h)
+    assert missed(real, torch.cat(seen.h)) > 0.1
+    assert missed(predicted, real) < 1e-3
+    assert torch.allclose(found.of(factors, torch.tensor([5, 77])), predicted[[5, 77]], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "StableLm"])
+def test_blocks_that_are_built_otherwise_are_not_rebuilt(kind):
+    # norms behind layers in Gemma 2, norms with means in StableLM
+    model = model_of(kind)
+    blocks = last_blocks(select_targets(model, (ALL_LINEAR,)), 32)[1:]
+    assert len(blocks) == 3
+    with pytest.raises(NotRebuiltError):
+        rebuilt(model, blocks, watched(model, blocks)[0])
+
+
+def test_a_layer_that_is_not_what_its_size_suggests_is_noticed():
+    model = model_of("Llama")
+    blocks = last_blocks(select_targets(model, (ALL_LINEAR,)), 32)[1:]
+    model.model.layers[2].mlp.act_fn = torch.nn.Tanh()
+    with pytest.raises(NotRebuiltError, match="activation"):
+        rebuilt(model, blocks, watched(model, blocks)[0])
+
+
+def test_blocks_are_those_at_the_end_whose_sizes_fit():
+    model = model_of("Llama")
+    targets = select_targets(model, (ALL_LINEAR,))
+    assert [name_of(block.mlp) for block in last_blocks(targets, 32)] == [
+        f"model.layers.{i}.mlp.down_proj" for i in range(4)
+    ]
+    without = [target for target in targets if target.name != "model.layers.2.mlp.down_proj.weight"]
+    blocks = last_blocks(without, 32)[1:]
+    with pytest.raises(NotRebuiltError, match="sum"):
+        rebuilt(model, blocks, watched(model, blocks)[0])
+    assert last_blocks([target for target in targets if "mlp" in target.name], 32) == []
+    assert last_blocks(targets, 48) == [] == last_blocks([], 32)
+
+
+def test_both_ends_of_a_stream_follow_from_their_norms_and_the_sum_between():
+    h_0_PD, sum_PD = noise(300, 40, seed=0).double(), noise(300, 40, seed=1).double()
+    h_1_PD = h_0_PD + sum_PD
+    norms = [rebuilding.normalised(h) * noise(40, seed=2 + i).double() for i, h in enumerate((h_0_PD, h_1_PD))]
+    found = ends_of_stream(norms[1], norms[0], sum_PD)
+    assert found is not None and missed(found, h_1_PD) < 1e-5
+    assert ends_of_stream(norms[1], noise(300, 40, seed=9), sum_PD) is None
+
+
+def test_the_derivative_of_a_product_is_that_of_torch():
+    x_PI, weight_OI, bias_O = noise(5, 7, seed=0).requires_grad_(), noise(3, 7, seed=1), noise(3, seed=2)
+    ours, theirs = rebuilding.product(x_PI, (weight_OI, bias_O)), torch.nn.functional.linear(x_PI, weight_OI, bias_O)
+    g_PO = noise(5, 3, seed=3)
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    assert torch.allclose(*(torch.autograd.grad(out, x_PI, g_PO)[0] for out in (ours, theirs)), atol=1e-6)
