@@ -426,7 +426,8 @@ def test_a_model_that_transformers_read_from_a_file_is_tuned_and_saved(method, p
 
 
 def test_from_python_a_file_is_given_by_its_path(packed_file, tmp_path):
-    run = tezo_package.train(packed_file, label_rows(12), steps=1, batch_size=4, lr=1e-3, output=tmp_path / "run")
+    sizes = {"steps": 1, "batch_size": 4, "lr": 1e-3}
+    run = tezo_package.train(packed_file, label_rows(12), method="head-feedback", output=tmp_path / "run", **sizes)
     assert run.predict(label_rows(2))
     text = (tmp_path / "run/adapter/README.md").read_text()
     assert "base_model" not in text.split("---")[1] and str(tmp_path) not in text and "vllm" not in text

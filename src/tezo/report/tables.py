@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tezo.methods import method
+from tezo.methods import defaults_by
 from tezo.models.kinds import ModelConfig
 from tezo.report.curves import OUTLIER_RMS, dev_losses, group_parameters, kappa_statistics, kappas
 from tezo.runs.reader import LabelCounts, RecordedRun
@@ -159,7 +159,7 @@ def settings(run: RecordedRun) -> tuple[dict[str, Any], dict[str, Any]]:
     config = run_config(run)
     known = {"model": ModelConfig(name=""), "data": DataConfig(), "train": TrainConfig()}
     defaults = {f"{name}.{key}": value for name, section in known.items() for key, value in vars(section).items()}
-    options = method(config.method.name).defaults()
+    options = defaults_by(config.method.name)
     defaults |= {"method.name": None, **{f"method.{key}": value for key, value in options.items()}}
     given = {f"{section}.{key}": value for section, values in to_tree(config).items() for key, value in values.items()}
     every: dict[str, Any] = {}
