@@ -502,7 +502,7 @@ OBJECT = {"data": ROWS["train"], "method": "head-feedback", "steps": 1, "lr": 0.
         ({"data": ["text"]}, r"data, row 1, is str"),
         ({"data": 3}, r"data is int"),
         ({"data": DatasetDict(train=Dataset.from_list(ROWS["train"]))}, r"DatasetDict of train.*one split"),
-        ({"dev": [{"texts": "a", "label": "good"}]}, r"dev, row 1: there is no field 'text'"),
+        ({"dev": [{"stars": 1, "label": "good"}]}, r"dev, row 1: there is no field 'text', but 'stars'"),
         ({"test": [{"text": "a", "label": "bd"}]}, r"test, row 1: the label 'bd'.*'bad'"),
         ({"task": "rte"}, r"data\.task is rte, and data are rows in memory"),
         ({"data": None, "task": "rte", "dev": ROWS["dev"]}, r"data\.task is rte, and dev are rows"),
