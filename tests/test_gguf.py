@@ -383,6 +383,9 @@ def test_a_run_of_a_file_is_exported_for_transformers_and_for_llama_cpp(run, pac
         done = tezo("predict", model, "--input", rows, "--output", output)
         assert done.code == 0, done.err
         answers[model] = read_jsonl(output)
+    for row, other in zip(answers[run], answers[merged], strict=True):
+        assert row.pop("probability") == pytest.approx(other.pop("probability"), abs=1e-3)
+        assert row.pop("probabilities") == pytest.approx(other.pop("probabilities"), abs=1e-3)
     assert answers[run] == answers[merged] and len(answers[run]) == 24
     one, other = (json.loads(tezo("eval", model, "--data", rows, "--json").out) for model in (run, merged))
     assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
