@@ -2,10 +2,10 @@
 
     python benchmarks/real_model.py --shared FOLDER [--out benchmarks/results] [--steps 20]
 
-`tezo train --model embedded:smollm2-135m` on short rows of SST-2, all else by default but the number of rows and steps:
-seconds to the first line on standard error, the longest silence, the phases with their forward passes, and the losses
-before and after. Then the first steps of the same run again, each beside the loss of the model as it is: how far its
-points are. Two cores; some ten minutes. Writes real_model.json after each part.
+`tezo train --model embedded:smollm2-135m` on short rows of SST-2 by head-feedback, all else by default but the numbers
+of rows and steps: seconds to the first line on standard error, the longest silence, the phases with their forward
+passes, and the losses before and after. Then the first steps of the same run again, each beside the loss of the model
+as it is: how far its points are. Two cores; some ten minutes. Writes real_model.json after each part.
 """
 
 import argparse
@@ -48,7 +48,8 @@ def rows_of(shared: Path, folder: Path, rows: dict[str, int]) -> dict[str, Path]
 def settings_of(files: dict[str, Path], dtype: str, steps: int) -> list[tuple[str, str]]:
     """(key, value) of the run."""
     data = [(f"data.{part}", str(path)) for part, path in files.items()]
-    return [("model.name", MODEL), ("model.dtype", dtype), *data, ("train.steps", str(steps))]
+    own = ("method.name", "head-feedback"), ("train.steps", str(steps))
+    return [("model.name", MODEL), ("model.dtype", dtype), *data, *own]
 
 
 def command_of(settings: list[tuple[str, str]], output: Path) -> dict[str, Any]:

@@ -262,9 +262,12 @@ def tezo(*arguments: Any) -> Result:
 
 
 def train(model: Path, data: Path, output: Path, *more: Any, steps: int = 3, **values: Any) -> Result:
-    """A short `tezo train` of the default method at rank 4, large steps; what `more` sets is not set twice."""
-    named = {"train__steps": steps, "method__rank": 4, "method__lr": 0.05, "train__batch_size": 4} | values
-    set_there = {str(part).partition("=")[0].replace(".", "__") for part in more}
+    """A short `tezo train` of head-feedback at rank 4, large steps; what `more` sets is not set twice."""
+    named = {"method": "head-feedback", "train__steps": steps, "method__rank": 4, "method__lr": 0.05,
+             "train__batch_size": 4} | values  # fmt: skip
+    set_there = {str(part).partition("=")[0].removeprefix("--").replace(".", "__") for part in more}
+    if {"method__name", "method"} & (set_there | values.keys() - {"method"}):
+        named["method"] = None
     own = {key: value for key, value in named.items() if value is not None and key not in set_there}
     return tezo("train", "--model", model, "--data", data, "--output", output, *settings(**own), *more)
 

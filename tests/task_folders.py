@@ -48,7 +48,7 @@ def models_and_tasks(root: Path) -> Path:
 
 def trained(home: Path, name: str, kind: str, output: Path, **values):
     flags = ("--model", home / kind, "--task", name, "--data-dir", home / "data", "--steps", 1, "--output", output)
-    named = {"method__rank": 4, "train__batch_size": 4} | values
+    named = {"method__name": "head-feedback", "method__rank": 4, "train__batch_size": 4} | values
     return tezo("train", *flags, "--json", *settings(**named))
 
 

@@ -141,10 +141,10 @@ def test_a_file_may_go_with_rows_in_memory(home):
 
 def test_settings_by_name_and_by_key_are_those_of_the_command_line(home, tmp_path):
     run = tezo.train(home / "opt", home / "train.jsonl", output=tmp_path / "one", lr="2e-3", steps=2, seed=3,
-                     settings={"data.seed": 5, "method.betas": (0.8, 0.9)})  # fmt: skip
+                     method="head-feedback", settings={"data.seed": 5, "method.betas": (0.8, 0.9)})  # fmt: skip
     done = command_line("train", "--model", home / "opt", "--data", home / "train.jsonl", "--lr", "2e-3", "--steps", 2,
                         "--seed", 3, "--set", "data.seed=5", "--set", "method.betas=[0.8, 0.9]",
-                        "--output", tmp_path / "other")  # fmt: skip
+                        "--method", "head-feedback", "--output", tmp_path / "other")  # fmt: skip
     assert done.code == 0, done.err
     assert (tmp_path / "one/config.yaml").read_text() == (tmp_path / "other/config.yaml").read_text()
     assert (
@@ -483,7 +483,7 @@ def test_a_model_that_was_loaded_by_a_name_is_found_by_it(home, tmp_path):
 
 # Refusals
 
-OBJECT = {"data": ROWS["train"], "steps": 1, "lr": 0.05}
+OBJECT = {"data": ROWS["train"], "method": "head-feedback", "steps": 1, "lr": 0.05}
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ OBJECT = {"data": ROWS["train"], "steps": 1, "lr": 0.05}
         ({"data": ["text"]}, r"data, row 1, is str"),
         ({"data": 3}, r"data is int"),
         ({"data": DatasetDict(train=Dataset.from_list(ROWS["train"]))}, r"DatasetDict of train.*one split"),
-        ({"dev": [{"texts": "a", "label": "good"}]}, r"dev, row 1: there is no field 'text'"),
+        ({"dev": [{"stars": 1, "label": "good"}]}, r"dev, row 1: there is no field 'text', but 'stars'"),
         ({"test": [{"text": "a", "label": "bd"}]}, r"test, row 1: the label 'bd'.*'bad'"),
         ({"task": "rte"}, r"data\.task is rte, and data are rows in memory"),
         ({"data": None, "task": "rte", "dev": ROWS["dev"]}, r"data\.task is rte, and dev are rows"),

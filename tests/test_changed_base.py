@@ -116,7 +116,7 @@ def test_no_figure_and_no_file_is_made_of_a_changed_base(home, tmp_path, monkeyp
     run.evaluate()
     for module, name, call in (
         (opening, "measure", run.evaluate),
-        (opening, "predict", lambda: run.predict([{"text": "good film"}])),
+        (opening, "checked_scores", lambda: run.predict([{"text": "good film"}])),
         (exporting, "save_model", lambda: run.export(tmp_path / "out", "merged")),
     ):
         real = getattr(module, name)

@@ -55,8 +55,8 @@ def test_the_answers_are_those_of_the_untuned_and_the_tuned_model(home, runs, mo
     rows = [{"prompt": prompt} for prompt in prompts]
     folder = str(runs[method])
     config = opening.run_config(folder, [])
-    tuned, _ = opening.answer_rows(config, opening.open_model(folder, config), rows_of(rows, "rows"), NEW)
-    base, _ = opening.answer_rows(config, opening.open_base(runs[method], config), rows_of(rows, "rows"), NEW)
+    tuned, *_ = opening.answer_rows(config, opening.open_model(folder, config), rows_of(rows, "rows"), NEW)
+    base, *_ = opening.answer_rows(config, opening.open_base(runs[method], config), rows_of(rows, "rows"), NEW)
     assert base != tuned, "the test would tell nothing"
     done = chat(monkeypatch, prompts, runs[method], "--max-new-tokens", NEW)
     assert done.code == 0, done.err
@@ -68,11 +68,11 @@ def test_pieces_come_one_after_another_and_are_the_answer(home, runs):
     config = opening.run_config(str(runs["tezo"]), [])
     before, after = opening.speakers(str(runs["tezo"]), config)
     row = row_of_prompt(config.data, after.loaded, "it was")
-    (plain,), _ = opening.answer_rows(config, after.loaded, [row], NEW)
+    (plain,), *_ = opening.answer_rows(config, after.loaded, [row], NEW)
     for speaker in (after, before, after):
         pieces: list[str] = []
         with speaker.within():
-            (answer,), _ = opening.answer_rows(config, speaker.loaded, [row], NEW, pieces.append)
+            (answer,), *_ = opening.answer_rows(config, speaker.loaded, [row], NEW, pieces.append)
         assert "".join(pieces) == answer and len(pieces) > 3
         assert (answer == plain) == (speaker is after), "the adapter is on again"
 
@@ -117,6 +117,6 @@ def test_a_file_in_llama_cpp_is_heard_as_it_writes(tmp_path):
     (only,) = opening.speakers(str(file), config)
     row = row_of_prompt(config.data, only.loaded, "how are you")
     pieces: list[str] = []
-    (answer,), _ = opening.answer_rows(config, only.loaded, [row], NEW, pieces.append)
-    (again,), _ = opening.answer_rows(config, only.loaded, [row], NEW)
+    (answer,), *_ = opening.answer_rows(config, only.loaded, [row], NEW, pieces.append)
+    (again,), *_ = opening.answer_rows(config, only.loaded, [row], NEW)
     assert "".join(pieces).strip() == answer == again and len(pieces) > 3

@@ -1,4 +1,4 @@
-"""The method of a run that names none: by its rows, its model and what else it sets; and that a run keeps it."""
+"""The method of a run that names none: by its rows and its model, whatever else is set; and that a run keeps it."""
 
 import json
 from dataclasses import replace
@@ -22,8 +22,12 @@ from tezo.training.resume import replay
 from tezo.training.rows_of_steps import HeldOutRows, lr_factor
 from tezo.training.settings import TrainConfig, dump_config, parse_config, parse_setting, read_config
 
-OWN = ["train.steps=3", "train.epochs=1", "train.batch_size=4", "train.feedback_first=0", "method.lr=1e-3",
-       "method.rank=2"]  # fmt: skip
+COUNTS = ["train.steps=3", "train.epochs=1", "train.batch_size=2", "train.feedback_first=0", "train.seed=5",
+          "train.schedule=linear", "train.eval_every=2", "train.guard=false", "train.parallel=directions",
+          "method.weight_decay=0.0"]  # fmt: skip
+OPTIONS = {"labels": ["method.lr=0.5", "method.rank=2", "method.num_directions=3", "method.rho=0.2"],
+           "texts": ["method.lr=0.5", "method.rank=2"]}  # fmt: skip
+METHOD_OF = {"labels": "gauss-newton", "texts": "gauss-newton", "reward": "es"}
 
 
 class DevLosses(Listener):
@@ -83,39 +87,95 @@ def test_other_requests_have_head_feedback(home, case):
     assert chosen(request(home, **case)).config.method.name == "head-feedback"
 
 
-@pytest.mark.parametrize("setting", OWN)
-def test_what_is_set_of_a_method_is_of_head_feedback_and_is_said(home, setting):
+def chosen_of(home, data, settings=()):
+    if data != "reward":
+        return chosen(request(home, data=data, settings=settings))
+    settings = [*settings, "train.reward=score.py:f", "train.max_new_tokens=4"]
+    job = prepare(request(home, data="texts", settings=settings), measuring=False, score=lambda *_: 1.0)
+    job.optimizer.close()
+    return job
+
+
+@pytest.mark.parametrize("data", METHOD_OF)
+@pytest.mark.parametrize("setting", [*COUNTS, "method.lr=0.5", "method.rank=2"])
+def test_no_setting_changes_the_method(home, data, setting):
+    job = chosen_of(home, data, [setting])
+    assert job.config.method.name == METHOD_OF[data]
+    key, _, value = setting.partition(".")[2].partition("=")
+    kept = {**vars(job.config.train), **job.config.method.options}[key]
+    assert str(kept).lower() == value or (key, kept) == ("epochs", 1.0)
+
+
+@pytest.mark.parametrize("setting", ["method.num_directions=3", "method.rho=0.2", "method.basis=errors"])
+def test_what_the_default_has_is_taken(home, setting):
     job = chosen(request(home, settings=[setting]))
-    assert job.config.method.name == "head-feedback"
-    assert any(f"because {setting.partition('=')[0]} is set" in notice for notice in job.notices)
+    key, value = parse_setting(setting)
+    assert job.config.method.name == "gauss-newton"
+    assert str(job.config.method.options[key.partition(".")[2]]) == value
 
 
 @pytest.mark.parametrize(
-    ("settings", "name"),
+    ("data", "settings", "named"),
     [
-        ([], "es"),
-        (["train.steps=3", "train.batch_size=4", "method.num_directions=6", "method.rank=2"], "es"),
-        (["train.steps=3", "method.lr=1e-3"], "head-feedback"),
-        (["train.feedback_first=0"], "head-feedback"),
-        (["method.directions=shared"], "head-feedback"),
+        ("labels", ["method.betas=[0.9, 0.99]"], "head-feedback"),
+        ("labels", ["method.directions=shared", "train.steps=3"], "head-feedback"),
+        ("texts", ["method.rank_rule=energy"], "tezo"),
+        ("labels", ["method.eps=1e-5", "method.rank_threshold=0.3"], "tezo-adam"),
+        ("labels", ["method.lr=auto"], "head-feedback"),
+        ("reward", ["method.directions=shared"], "head-feedback"),
     ],
     ids=str,
 )
-def test_a_reward_has_es_unless_something_is_set_that_es_has_not(home, settings, name):
-    config = request(home, data="texts", settings=[*settings, "train.reward=score.py:f", "train.max_new_tokens=4"])
-    job = prepare(config, measuring=False, score=lambda *_: 1.0)
-    job.optimizer.close()
-    assert job.config.method.name == name
-    asked = dict(map(parse_setting, settings))
-    assert all(str(job.config.method.options[key[7:]]) == value for key, value in asked.items() if "num_d" in key)
-    assert any("is set; by default a reward has es" in notice for notice in job.notices) == (name != "es")
+def test_what_the_default_lacks_is_refused_with_the_line_to_write(home, data, settings, named):
+    key = parse_setting(settings[0])[0]
+    with pytest.raises(tezo.RequestError) as told:
+        chosen_of(home, data, settings)
+    text = str(told.value)
+    assert text.startswith(key) and METHOD_OF[data] in text and f"--method {named} " in text
+    if data != "reward":  # the line leads there
+        options = {} if named == "head-feedback" else {"data": data}
+        assert (
+            chosen(request(home, settings=[*settings, f"method.name={named}"], **options)).config.method.name == named
+        )
 
 
-def test_several_processes_that_share_rows_have_head_feedback(home, monkeypatch):
+def test_feedback_steps_are_refused_where_the_default_takes_none(home):
+    with pytest.raises(
+        tezo.RequestError, match=r"train\.feedback_first is 5, and gauss-newton .*--method head-feedback"
+    ):
+        chosen(request(home, settings=["train.feedback_first=5", "train.steps=200"]))
+
+
+def test_an_option_that_no_method_has_is_refused_before_anything_is_read(home):
+    with pytest.raises(tezo.RequestError, match=r"method\.rnak: no method has such an option.*rank"):
+        request(home, settings=["method.rnak=3"])
+
+
+@pytest.mark.parametrize(("data", "words"), [("labels", "part of each step"), ("reward", "distance of its members")])
+def test_a_rate_that_is_none_for_the_default_is_said(home, data, words):
+    told = [notice for notice in chosen_of(home, data, ["method.lr=1e-4"]).notices if "method.lr" in notice]
+    assert len(told) == 1 and words in told[0] and "0.0001" in told[0]
+    assert not any("method.lr" in notice for notice in chosen_of(home, data).notices)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["model.peft=lora"], "model.peft is lora"),
+        (["train.objective=accuracy", "method.lr=1e-3"], "train.objective is accuracy"),
+    ],
+)
+def test_a_model_or_an_objective_that_the_default_cannot_have_is_said(home, settings, reason):
+    (told,) = (notice for notice in chosen(request(home, settings=settings)).notices if "method.name" in notice)
+    assert reason in told and "gauss-newton" in told
+
+
+@pytest.mark.parametrize("share", ["rows", "directions"])
+def test_several_processes_have_head_feedback_however_they_share_a_step(home, monkeypatch, share):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    job = chosen(request(home))
+    job = chosen(request(home, settings=[f"train.parallel={share}"]))
     assert job.config.method.name == "head-feedback"
-    assert any("because several processes share the rows of a step" in notice for notice in job.notices)
+    assert any("because gauss-newton does not share rows among processes" in notice for notice in job.notices)
 
 
 def test_an_unresolved_configuration_is_read_back_as_it_was(home, tmp_path):
@@ -133,6 +193,8 @@ def test_a_run_keeps_the_method_that_it_chose(home, tmp_path):
     assert train(config, tmp_path / "whole", resume=True)["method"] == "gauss-newton"  # it has ended: nothing to do
     with pytest.raises(tezo.RequestError, match=r"method\.name"):
         train(request(home, settings=["method.name=head-feedback"]), tmp_path / "whole", resume=True)
+    with pytest.raises(tezo.RequestError, match=r"method\.betas: gauss-newton, the default here, has no such option"):
+        train(request(home, settings=["method.betas=[0.9, 0.9]"]), tmp_path / "whole", resume=True)
     replay(tmp_path / "whole", output=tmp_path / "again")
 
 

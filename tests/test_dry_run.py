@@ -15,7 +15,10 @@ def given(tmp_path_factory):
     return home, ("train", "--model", model_folder(home, "opt"), "--data", rows)
 
 
-FEEDBACK_RUN = settings(method__rank=2, method__lr=0.01, train__batch_size=4, train__feedback_first=2, train__steps=6)
+FEEDBACK_RUN = settings(
+    method__name="head-feedback", method__rank=2, method__lr=0.01, train__batch_size=4, train__feedback_first=2,
+    train__steps=6,
+)  # fmt: skip
 BOTH_ENDS = [*FEEDBACK_RUN, *settings(train__feedback_last=1)]
 PLAIN_RUN = settings(method__name="mezo", method__lr=0.001, train__batch_size=4, train__steps=5)
 

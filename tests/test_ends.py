@@ -314,7 +314,7 @@ def test_training_evaluation_and_prediction_refuse_it_before_a_forward_pass():
     rows = [*completion_rows(6), {"prompt": "the unheard film", "completion": " good"}]
     with pytest.raises(RequestError, match="row 7: the token 'unheard'"):
         train(model, rows, tokenizer=tokenizer, dev=rows[:2], test=rows[:2], steps=1)
-    run = train(model, rows[:6], tokenizer=tokenizer, dev=rows[:2], test=rows[:2], steps=1, lr=1e-4)
+    run = train(model, rows[:6], tokenizer=tokenizer, dev=rows[:2], test=rows[:2], steps=1)
     for ask in (run.evaluate, run.predict):
         with pytest.raises(RequestError, match="row 1: the token 'unheard'"):
             ask(rows[6:])

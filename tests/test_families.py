@@ -129,6 +129,8 @@ def test_predict_answers_every_row_in_order(runs, pair, tmp_path):
     assert done.code == 0, done.err
     answers = read_jsonl(tmp_path / "answers.jsonl")
     predictions = [row.pop("prediction") for row in answers]
+    sure = [(row.pop("probability"), row.pop("probabilities")) for row in answers if pair[1] == "label"]
+    assert all(probability == max(of_labels.values()) for probability, of_labels in sure)
     assert answers == asked
     if pair[1] == "label":
         right = sum(row["label"] == prediction for row, prediction in zip(rows, predictions, strict=True))

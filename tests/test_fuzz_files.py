@@ -82,7 +82,7 @@ def home(tmp_path_factory):
     model_folder(root, "opt", chat=True)
     write_rows(root / "rows.jsonl", label_rows(6))
     write_rows(root / "talks.jsonl", message_rows(4))
-    flags = settings(method__rank=2, train__eval_every=1, train__log_every=1, train__batch_size=2)
+    flags = settings(method="tezo", method__rank=2, train__eval_every=1, train__log_every=1, train__batch_size=2)
     base = ("--model", root / "opt", "--data", root / "rows.jsonl", "--steps", 3, *flags)
     assert tezo("train", *base, "--output", root / "run").code == 0
     return root

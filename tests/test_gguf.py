@@ -383,6 +383,9 @@ def test_a_run_of_a_file_is_exported_for_transformers_and_for_llama_cpp(run, pac
         done = tezo("predict", model, "--input", rows, "--output", output)
         assert done.code == 0, done.err
         answers[model] = read_jsonl(output)
+    for row, other in zip(answers[run], answers[merged], strict=True):
+        assert row.pop("probability") == pytest.approx(other.pop("probability"), abs=1e-3)
+        assert row.pop("probabilities") == pytest.approx(other.pop("probabilities"), abs=1e-3)
     assert answers[run] == answers[merged] and len(answers[run]) == 24
     one, other = (json.loads(tezo("eval", model, "--data", rows, "--json").out) for model in (run, merged))
     assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
@@ -426,7 +429,8 @@ def test_a_model_that_transformers_read_from_a_file_is_tuned_and_saved(method, p
 
 
 def test_from_python_a_file_is_given_by_its_path(packed_file, tmp_path):
-    run = tezo_package.train(packed_file, label_rows(12), steps=1, batch_size=4, lr=1e-3, output=tmp_path / "run")
+    sizes = {"steps": 1, "batch_size": 4, "lr": 1e-3}
+    run = tezo_package.train(packed_file, label_rows(12), method="head-feedback", output=tmp_path / "run", **sizes)
     assert run.predict(label_rows(2))
     text = (tmp_path / "run/adapter/README.md").read_text()
     assert "base_model" not in text.split("---")[1] and str(tmp_path) not in text and "vllm" not in text

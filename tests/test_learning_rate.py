@@ -336,6 +336,6 @@ def test_requests_that_have_no_rate_to_measure_are_refused(home, tmp_path):
         refused(command(tmp_path / "run", [*(kept | more).items()]), *said)
     one = write_rows(tmp_path / "one.jsonl", completion_rows(1))
     few = {key: value for key, value in auto if key != "data.dev"}
-    few |= {"data.test": one, "data.train": one, "data.hold_out": 0}
+    few |= {"data.test": one, "data.train": one, "data.hold_out": 0, "method.name": "head-feedback"}
     refused(command(tmp_path / "run", [*few.items()]), "method.lr is auto, and there are no rows to compare rates on")
     assert not (tmp_path / "run").exists()

@@ -28,7 +28,7 @@ from tezo.tasks.row_sources import read_rows
 from tezo.training.listeners import Listener
 
 ROWS = {"data": label_rows(20), "dev": label_rows(8, seed=1)}
-SETTINGS = {"steps": 4, "batch_size": 4, "lr": 0.05, "rank": 4, "eval_every": 2}
+SETTINGS = {"method": "head-feedback", "steps": 4, "batch_size": 4, "lr": 0.05, "rank": 4, "eval_every": 2}
 
 pytestmark = pytest.mark.disk
 
@@ -304,7 +304,7 @@ class Slow(Listener):
 
 for attempt in range(2):
     try:
-        tezo.train(sys.argv[1], sys.argv[2], lr=0.01, steps=100000, batch_size=4, listeners=[Slow()])
+        tezo.train(sys.argv[1], sys.argv[2], method="tezo", lr=0.01, steps=100000, batch_size=4, listeners=[Slow()])
     except Exception as error:
         print("swallowed", error, flush=True)
 """

@@ -90,8 +90,8 @@ def test_the_steps_of_a_plan_are_those_of_a_run():
 
 
 def test_what_a_run_takes_where_it_takes_feedback_steps(home, tmp_path):
-    run = tezo.train(home / "opt", home / "rows.jsonl", rank=4, lr=1e-3, rho=1e-3, steps=100, batch_size=4,
-                     output=tmp_path / "run", progress=False)  # fmt: skip
+    run = tezo.train(home / "opt", home / "rows.jsonl", method="head-feedback", rank=4, lr=1e-3, rho=1e-3, steps=100,
+                     batch_size=4, output=tmp_path / "run", progress=False)  # fmt: skip
     first, last = default_counts(100)
     kinds = [record.rule for record in read_log(tmp_path / "run/steps.log").steps]
     assert (run.config.train.feedback_first, run.config.train.feedback_last) == (first, last)

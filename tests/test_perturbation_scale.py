@@ -395,7 +395,7 @@ def test_runs_and_trainers_say_it_too(home, tmp_path):
     (said,) = [notice for notice in summary["notices"] if "perturbed point" in notice]
     assert said in done.err
     told = Told()
-    wild = {"rank": 4, "rho": 3.0, "lr": 1e-9, "targets": ("all",), "steps": 3}
+    wild = {"method": "head-feedback", "rank": 4, "rho": 3.0, "lr": 1e-9, "targets": ("all",), "steps": 3}
     run = library.train(str(home / "opt"), str(home / "rows.jsonl"), listeners=[told], **wild)
     assert len(told.texts) == 1 and told.texts[0] in run.summary["notices"]
 

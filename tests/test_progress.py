@@ -448,7 +448,7 @@ def test_the_first_line_comes_before_torch_is_imported():
     assert done.stdout.splitlines()[0] == f"{LIBRARIES}: False"
 
 
-SEARCHED = settings(method__rank=2, train__batch_size=BATCH)
+SEARCHED = settings(method="head-feedback", method__rank=2, train__batch_size=BATCH)
 
 
 @pytest.mark.parametrize(("rows", "each"), [("rows.jsonl", 1), ("labels.jsonl", 2)])

@@ -113,7 +113,8 @@ def test_two_runs_lie_over_each_other_and_are_compared(home, tmp_path):
         first, second = ([one.style for one in chart.series if one.colour == i] for i in (0, 1))
         assert first == second and chart.legend == {"one": 0, "two": 1}
     drawn = shown.of("svg", role="img")
-    assert len(drawn) == 3 + 2 + 1 + 2  # loss, accuracy and macro F1, histogram, a kappa chart each
+    # loss; accuracy, macro F1 and calibration error; histogram; of each run how sure it is, and kappa
+    assert len(drawn) == 3 + 3 + 1 + 2 + 2
     assert all(svg["aria-label"] and svg["viewbox"].startswith("0 0 ") for svg in drawn)
 
 

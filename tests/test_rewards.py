@@ -638,7 +638,14 @@ def test_no_command_runs_a_scorer_because_a_run_folder_says_so(home):
         (("--reward", "{home}/score.py:short_words", "--set", "train.objective=accuracy"), ["leave one of them out"]),
         (("--reward", "{home}/score.py:short_words", "--lr", "auto"), ["method.lr is auto", "reward"]),
         (("--reward", "{home}/score.py:short_words", "--method", "adam"), ["no gradient"]),
-        (("--reward", "{home}/score.py:short_words", "--set", "method.directions=per-example"), ["directions=shared"]),
+        (
+            ("--reward", "{home}/score.py:short_words", "--set", "method.directions=per-example", "--method", "tezo"),
+            ["directions=shared"],
+        ),
+        (
+            ("--reward", "{home}/score.py:short_words", "--set", "method.directions=per-example"),
+            ["method.directions: es, the default here", "--method head-feedback"],
+        ),
         (("--reward", "{home}/score.py:short_words", "--data", "{home}/labels.jsonl"), ["free text", "options"]),
         (("--data", "{home}/train.jsonl"), ["there is no field 'completion'"]),
     ],

@@ -533,7 +533,11 @@ def test_a_base_model_answers_as_a_run_that_changed_nothing(home, tmp_path, mode
         out = tmp_path / f"{'base' if more else 'run'}.jsonl"
         done = tezo("predict", tmp_path / source, "--input", new, "--output", out, *more)
         assert done.code == 0, done.err
-    assert read_jsonl(tmp_path / "base.jsonl") == read_jsonl(tmp_path / "run.jsonl")
+    base, tuned = (
+        [{"text": row["text"], "prediction": row["prediction"]} for row in read_jsonl(tmp_path / f"{name}.jsonl")]
+        for name in ("base", "run")  # whose temperatures differ
+    )
+    assert base == tuned
     if model == "bert":
         done = tezo("predict", home / model, "--input", new, "--output", tmp_path / "x.jsonl")
         refused(done, "data.label_words")

@@ -59,7 +59,7 @@ def test_whole_numbers_may_be_written_with_an_exponent(home, tmp_path):
 
 def test_epochs_are_passes_over_the_training_rows_and_a_run_of_them_goes_on(home, tmp_path):
     flags = ("--model", home / "opt", "--data", home / "rows.jsonl", "--output", tmp_path / "run", "--json")
-    settings = ("train.epochs=1.5", "train.batch_size=4", "method.lr=0.01", "data.hold_out=0.1")
+    settings = ("method.name=tezo", "train.epochs=1.5", "train.batch_size=4", "method.lr=0.01", "data.hold_out=0.1")
     flags = (*flags, *(part for setting in settings for part in ("--set", setting)))
     done = tezo("train", *flags)
     assert json.loads(done.out)["steps"] == 7, "1.5 x 18 rows, by 4, rounded up"

@@ -11,8 +11,8 @@ from tezo.tasks.catalogue import TASKS
 
 RUNS = [(name, kind) for name, entry in TASKS.items() for kind in entry.wordings]
 METRICS = {
-    "copa": {"loss", "accuracy"},
-    "record": {"loss", "accuracy", "exact_match", "f1"},
+    "copa": {"loss", "accuracy", "calibration_error"},
+    "record": {"loss", "accuracy", "calibration_error", "exact_match", "f1"},
     "squad": {"loss", "token_accuracy", "exact_match", "f1"},
     "drop": {"loss", "token_accuracy", "exact_match", "f1", "drop_exact_match", "drop_f1"},
 }
@@ -31,7 +31,7 @@ def test_a_task_is_trained_on_evaluated_and_answered(home, tmp_path, name, kind)
     summary = json.loads(done.out)
     assert summary["rows"] == {"train": 15, "dev": 9, "test": 6}
     assert any("24 rows to train on, not 1000 +" in notice for notice in summary["notices"])
-    assert set(summary["after"]) == METRICS.get(name, {"loss", "accuracy", "macro_f1"})
+    assert set(summary["after"]) == METRICS.get(name, {"loss", "accuracy", "macro_f1", "calibration_error"})
     again = tezo("eval", tmp_path / "run", "--json")
     found = json.loads(again.out)
     assert found.pop("rows") == 6
@@ -42,6 +42,8 @@ def test_a_task_is_trained_on_evaluated_and_answered(home, tmp_path, name, kind)
     assert asked.code == 0, asked.err
     wording = TASKS[name].wordings[kind]
     for row in read_jsonl(tmp_path / "answers.jsonl"):
+        assert ("probability" in row) == ("accuracy" in summary["after"])
+        assert row.get("probability") == row.get("probabilities", {}).get(row["prediction"])
         if wording.labels:
             assert row["prediction"] in wording.labels
         elif name == "record":

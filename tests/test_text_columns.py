@@ -8,7 +8,7 @@ from folders import label_rows, model_folder, read_jsonl, refused, settings, tez
 
 from tezo.runs.step_log import read_header
 from tezo.system.errors import RequestError
-from tezo.tasks.columns import USUAL
+from tezo.tasks.columns import PAIRS, USUAL
 from tezo.tasks.examples import Row
 from tezo.tasks.formats import choose_format
 from tezo.tasks.row_files import DataConfig
@@ -69,31 +69,87 @@ def test_a_usual_name_is_taken_before_shorter_texts(name):
         assert f"{name.title()!r} is taken for the text" in form.notices[0] and "'about' not read" in form.notices[0]
 
 
+def paired(first: str, second: str, **more) -> list[dict]:
+    """Rows with two texts, the second of which stands first."""
+    return [
+        {"idx": own["idx"], second: f"the {own['sentence']}", first: own["sentence"], "label": own["label"]}
+        | {name: value(n) for name, value in more.items()}
+        for n, own in enumerate(SST2)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["causal", "masked", "encoder"])
 @pytest.mark.parametrize(
-    ("pair", "template"),
-    [
-        (("sentence1", "sentence2"), "'{sentence1} {sentence2} Label:'"),
-        (("title", "body"), "'{title} {body} Label:'"),
-        (("question", "passage"), "'{question} {passage} Label:'"),
-    ],
-)
-def test_two_texts_are_asked_about_with_the_settings_to_write(pair, template):
+    "pair",
+    [*PAIRS, ("sentence1", "sentence2"), ("question1", "question2"), ("text_a", "text_b"), ("Premise", "Hypothesis"),
+     ("Sentence A", "Sentence B")],
+    ids=str,
+)  # fmt: skip
+def test_a_pair_of_texts_is_one_prompt_with_their_names(pair, kind):
     first, second = pair
+    found = paired(first, second, source=lambda n: ("a", "b")[n % 2])
+    form, text = form_of(found, kind), SST2[3]["sentence"].strip()
+    plain = form_of([{"text": f"{first}: {text}\n{second}: the {text}", "label": own["label"]} for own in SST2], kind)
+    joined = {"text": f"{first}: {text}\n{second}: the {text}", "label": SST2[3]["label"]}
+    given, usual = form.example(rows(found)[3]), plain.example(Row(joined, "rows.jsonl, line 4"))
+    assert (given.prompt, given.slot, given.answer) == (usual.prompt, usual.slot, usual.answer)
+    (notice,) = form.notices
+    assert f"{first!r} and {second!r} are taken for the texts, 'label' for the label" in notice
+    again = form_of(found, kind, template=form.template, label_words=dict(form.words), shape="label")
+    assert again.example(rows(found)[3]) == given and again.notices == ()
+
+
+@pytest.mark.parametrize(
+    "pair", [("review", "message"), ("sentence1", "comment"), ("title", "abstract"), ("text1", "body2"), ("q1", "q3")]
+)
+def test_two_texts_that_are_no_pair_are_asked_about_with_the_settings_to_write(pair):
+    first, second = pair
+    with pytest.raises(RequestError) as refusal:
+        form_of([{**own, second: own[second] * 2} if first in USUAL else own for own in paired(first, second)])
+    said = str(refusal.value)
+    for part in ("rows.jsonl, line 1", "no field 'text'", f"'idx', {second!r}, {first!r}, 'label'",
+                 f"data.text={second}", f"data.template='{{{second}}} {{{first}}} Label:'"):  # fmt: skip
+        assert part in said, said
+    found = paired(first, second)
+    assert form_of(found, text=first).text == first
+    both = form_of(found, template=f"{{{first}}} {{{second}}} Label:")
+    text = SST2[0]["sentence"].strip()
+    assert both.example(rows(found)[0]).prompt == f"{text} the {text} Label:"
+
+
+def test_a_third_text_is_asked_about_beside_a_pair():
+    with pytest.raises(RequestError, match="'hypothesis' and 'premise' and 'reason' may be the text"):
+        form_of(paired("premise", "hypothesis", reason=lambda n: f"since {n} is so"))
+
+
+@pytest.mark.parametrize(
+    ("own", "line"),
+    [
+        ({"mood": lambda n: ("good", "bad")[n % 2]}, "did you mean data.label=mood?"),
+        ({"stars": lambda n: n % 3}, "did you mean data.label=stars?"),
+        ({}, "'label'; other names are set with"),
+        ({"score": lambda n: n / 7}, "'label'; other names are set with"),
+    ],
+    ids=str,
+)
+def test_rows_without_a_label_are_refused_with_their_columns_and_the_line(own, line):
     fields = [
-        {"idx": own["idx"], first: own["sentence"], second: f"the {own['sentence']}", "label": own["label"]}
-        for own in SST2
+        {"sentence": one["sentence"]} | {key: value(n) for key, value in own.items()} for n, one in enumerate(SST2)
     ]
     with pytest.raises(RequestError) as refusal:
         form_of(fields)
     said = str(refusal.value)
-    for part in ("rows.jsonl, line 1", "no field 'text'", f"'idx', {pair[0]!r}, {pair[1]!r}, 'label'",
-                 f"data.text={pair[0]}", f"data.template={template}"):  # fmt: skip
+    for part in (f"the fields {', '.join(['sentence', *own])} fit no known shape", line, "data.text, data.label"):
         assert part in said, said
-    assert form_of(fields, text=pair[0]).text == pair[0]
-    both = form_of(fields, template=template.strip("'"))
-    assert both.example(rows(fields)[0]).prompt == (
-        f"{SST2[0]['sentence'].strip()} the {SST2[0]['sentence'].strip()} Label:"
-    )
+    if "=" in line:
+        assert form_of(fields, label=line.partition("=")[2].rstrip("?")).text == "sentence"
+    assert form_of(fields, text="sentence", shape="text").shape == "text"
+
+
+def test_a_usual_name_is_a_text_although_its_values_repeat():
+    few = [{"sentence": "the film was good", "idx": n} for n in range(6)]
+    form = form_of(few, label_words={"0": "bad", "1": "good"})
+    assert form.text == "sentence"
 
 
 def test_rows_without_a_text_and_a_name_that_was_given_are_refused():
@@ -134,3 +190,33 @@ def test_a_run_on_such_rows_says_what_it_took_and_knows_it_later(tmp_path):
     assert "'sentence' is taken for the text" in json.loads(done.out)["notices"][0]
     pairs = write_rows(tmp_path / "pairs.jsonl", [own | {"sentence2": own["sentence"]} for own in SST2])
     refused(train(model, pairs, tmp_path / "x", "--set", "data.text=text2"), "text2")
+
+
+@pytest.mark.parametrize(("train_name", "test_name"), [("text", "sentence"), ("sentence", "text"), ("title", "review")])
+def test_dev_and_test_rows_may_have_the_text_under_another_name(tmp_path, train_name, test_name):
+    model = model_folder(tmp_path, "opt")
+    named = {
+        name: write_rows(tmp_path / f"{name}.jsonl", [{name: own["sentence"], "label": own["label"]} for own in SST2])
+        for name in {train_name, test_name, "text"}
+    }
+    flags = settings(method__name="tezo", data__hold_out=0.25)
+    done = train(model, named[train_name], tmp_path / "run", *flags, "--test", named[test_name])
+    assert done.code == 0, done.err
+    usual = train(model, named["text"], tmp_path / "usual", *flags, "--test", named["text"])
+    assert usual.code == 0
+    for key in ("answers", "held_rows"):
+        assert read_header(tmp_path / "run/steps.log")[key] == read_header(tmp_path / "usual/steps.log")[key]
+    for name in {train_name, test_name} - {"text"}:
+        assert done.says(f"'{name}' is taken for the text")
+
+
+def test_a_run_on_two_texts_says_the_prompt_and_knows_it_later(tmp_path):
+    model, data = model_folder(tmp_path, "opt"), write_rows(tmp_path / "rows.jsonl", paired("premise", "hypothesis"))
+    done = train(model, data, tmp_path / "run", *settings(method__name="tezo"))
+    assert done.code == 0 and done.says("'premise' and 'hypothesis' are taken for the texts"), done.err
+    assert done.says("label rows of premise, hypothesis, label; not read: idx", r"'premise: {premise}\nhypothesis:")
+    asked = write_rows(tmp_path / "new.jsonl", [{"hypothesis": "the film", "premise": "a film"}])
+    done = tezo("predict", tmp_path / "run", "--input", asked, "--output", tmp_path / "answers.jsonl")
+    assert done.code == 0 and len(read_jsonl(tmp_path / "answers.jsonl")) == 1, done.err
+    dry = tezo("train", "--model", model, "--data", data, "--dry-run")
+    assert "are taken for the texts" in dry.out and "label rows of premise, hypothesis, label" in dry.out

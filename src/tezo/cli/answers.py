@@ -122,16 +122,21 @@ def predict(
         int | None,
         typer.Option(help="Longest answer of free text; default: the task's, or 64; a note counts what is cut."),
     ] = None,
+    abstain: Annotated[
+        float | None,
+        typer.Option(help="Leave out answers to labelled rows that are less probable than this, such as 0.9."),
+    ] = None,
     settings: list[str] = SetOption,
     json: bool = JsonOption,
 ) -> None:
-    """Answer new rows with a tuned model, or with a model as it is."""
+    """Answer new rows with a tuned model, or with a model as it is; labelled rows with probabilities."""
     from tezo.tasks.row_files import standard_input_rows
     from tezo.tasks.row_sources import read_rows
     from tezo.training import opening
     from tezo.training.settings import parse_setting
 
     opening.check_new_tokens(max_new_tokens)
+    opening.check_abstain(abstain)
     opening.check_answer_file(output)
     to_file = str(output) != opening.STANDARD
     if json and not to_file:
@@ -139,11 +144,20 @@ def predict(
     config = opening.run_config(run, [parse_setting(text) for text in settings])
     rows = standard_input_rows("input") if source == opening.STANDARD else read_rows(source, key="input")
     opening.check_no_answers(rows)
-    answers, notices = opening.answer_rows(config, opening.open_model(run, config), rows, max_new_tokens)
-    opening.write_answers(output, rows, answers)
+    loaded = opening.open_model(run, config)
+    temperature = opening.temperature_of(run, loaded)
+    answers = opening.answer_rows(config, loaded, rows, max_new_tokens, temperature=temperature)
+    kept = list(range(len(rows))) if abstain is None else answers.as_sure_as(abstain)
+    opening.write_answers(output, rows, answers, kept)
+    left_out = len(rows) - len(kept)
+    notices = list(answers.notices)
+    if answers.probabilities and temperature is None:
+        notices.append(f"the probabilities are not calibrated: {run} has no temperature that was fitted to dev rows.")
     if json:
-        print_json({"rows": len(rows), "file": str(output), "notices": notices})
-    else:
-        _say(notices)
-        if to_file:
-            print(f"{len(rows)} answers: {output}")
+        print_json({"rows": len(rows), "left_out": left_out, "file": str(output), "notices": notices})
+        return
+    if abstain is not None:
+        notices.append(f"{left_out} of {len(rows)} answers are left out: they are less probable than {abstain:g}.")
+    _say(notices)
+    if to_file:
+        print(f"{len(kept)} answers: {output}")

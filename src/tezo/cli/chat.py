@@ -45,7 +45,7 @@ def chat(
                 try:
                     row = row_of_prompt(config.data, speaker.loaded, prompt)
                     with speaker.within():
-                        (answer,), notices = opening.answer_rows(config, speaker.loaded, [row], max_new_tokens, hear)
+                        (answer,), notices, _ = opening.answer_rows(config, speaker.loaded, [row], max_new_tokens, hear)
                 except RequestError as error:  # of this prompt; the next one may fit
                     if not sys.stdin.isatty():
                         raise

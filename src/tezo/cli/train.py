@@ -33,9 +33,12 @@ def train(
     task: Annotated[str | None, typer.Option(help="Task instead of --data; see `tezo tasks`.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
     test: Annotated[str | None, typer.Option(help="Rows for the metrics before and after training.")] = None,
-    method: Annotated[str | None, typer.Option(help="Method; see `tezo methods`. Default: by the rows.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Method; see `tezo methods`. Default: by the model and the rows.")
+    ] = None,
     lr: Annotated[
-        str | None, typer.Option(metavar="FLOAT|auto", help="Learning rate; auto, head-feedback's default: by trials.")
+        str | None,
+        typer.Option(metavar="FLOAT|auto", help="Learning rate of the method; auto: by trials, for head-feedback."),
     ] = None,
     reward: RewardOption = None,
     steps: Annotated[

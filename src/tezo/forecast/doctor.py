@@ -8,7 +8,7 @@ import torch
 
 from tezo.directions.targets import find_targets, select_targets
 from tezo.forecast.memory import advice, forecasts, memory_of_model
-from tezo.methods import AUTO, method
+from tezo.methods import AUTO, HEAD_FEEDBACK, method
 from tezo.models.loading import EMBEDDED, LoadedModel, embedded_source
 from tezo.models.quantization import bytes_of, stored_bytes
 from tezo.optim.base_optimizer import BaseOptimizer
@@ -19,7 +19,7 @@ from tezo.system.progress import FORECAST, KEPT, RHO, current
 from tezo.tasks.catalogue import task
 from tezo.tasks.examples import Row
 from tezo.tasks.setup import make_objective
-from tezo.training.choices import Choices, choose_directions, choose_rho
+from tezo.training.choices import Choices, check_options, choose_directions, choose_rho
 from tezo.training.job import load, make_optimizer
 from tezo.training.opening import run_config
 from tezo.training.rows_of_steps import RunRows, basis_passes
@@ -75,6 +75,9 @@ def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
         RequestError: the model cannot be loaded so.
     """
     config = run_config(name, settings)
+    if config.method.name == AUTO:  # without rows there is no default; head-feedback takes any
+        check_options(config, HEAD_FEEDBACK)
+        config = config.with_setting("method.name", HEAD_FEEDBACK)
     loaded = load(config)
     linear = select_targets(loaded.model)
     with current().phase(KEPT):

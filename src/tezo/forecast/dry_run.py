@@ -177,6 +177,8 @@ def _evaluation_seconds(job: Job, pace: _Pace) -> float:
     if job.held_out is not None:
         of_dev += settings.num_steps  # a step is measured there at its end, before it is shortened
     reading = of_dev * _tokens(job, job.dev) + 2 * _tokens(job, job.test)
+    if job.objective.options and job.reward is None and job.dev is not job.test:
+        reading += _tokens(job, job.dev)  # to fit a temperature
     if compares_with_untuned(job):
         reading += _tokens(job, job.train[:MOST_ROWS]) + _tokens(job, job.test)
     batches = 2 * (math.ceil(len(job.test) / settings.eval_batch_size) if job.reward or job.format.measures else 1)

@@ -59,12 +59,14 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
             HEAD_FEEDBACK, head_feedback, in_paper=False, exports_adapter=True, guarded=True,
             chosen=("lr", "rho", "directions"), needs="forward passes, and the gradient of the output head",
         ),
-        Method(GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, takes_rows=True, takes_outputs=True,
+        Method(
+            GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, takes_rows=True, takes_outputs=True,
             guarded=True, batch_size=128, steps=6, needs="forward passes, and of free text the rows of the output head",
+            rate="the part of each step that is taken, 1 by default",
         ),
         Method(
             ES, es, in_paper=False, exports_adapter=True, takes_rows=True, guarded=True, chosen=("rho",), steps=30,
-            schedule="linear",
+            schedule="linear", rate="a multiple of the distance of its members, 3 by default",
         ),
         Method("mezo", mezo),
         Method("mezo-m", mezo_m),
@@ -112,11 +114,7 @@ def add_method(added: Method[Any]) -> None:
 
 
 def method(name: str) -> Method[BaseOptimizer]:
-    """The zeroth-order or first-order method with this name; the error for an unknown name suggests the nearest one.
-
-    "auto" has the options of head-feedback, which it is if any is given.
-    """
-    name = HEAD_FEEDBACK if name == AUTO else name
+    """The zeroth-order or first-order method with this name; the error for an unknown name suggests the nearest one."""
     known: dict[str, Method[BaseOptimizer]] = {**METHODS, **BASELINES}
     if name not in known:
         if name in MOVED:
@@ -126,6 +124,25 @@ def method(name: str) -> Method[BaseOptimizer]:
             )
         raise RequestError(f"method.name: there is no method {name!r}. " + nearest(name, known))
     return known[name]
+
+
+def options_by(name: str) -> dict[str, Any]:
+    """Option -> annotated type, for all options that may be set beside a method's name.
+
+    Beside "auto" they are those of any zeroth-order method: which one it will be is not known. Of a name that several
+    have the first in `METHODS` gives the type, and the method that is chosen may refuse a value.
+    """
+    if name != AUTO:
+        return method(name).options()
+    found: dict[str, Any] = {}
+    for each in METHODS.values():
+        found = each.options() | found
+    return found
+
+
+def defaults_by(name: str) -> dict[str, Any]:
+    """Option -> default, for all options of the method with this name; beside "auto" none is known."""
+    return {} if name == AUTO else method(name).defaults()
 
 
 for extension in entry_points(group=EXTENSIONS):

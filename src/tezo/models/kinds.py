@@ -1,6 +1,7 @@
 """The kinds of model, the section `model` of a recipe, and the labels that lie beside a merged model."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,11 +128,13 @@ class CarriedLabels:
         label_words: label -> word, description or class, as data.label_words has them.
         template: as data.template has it; None: the default of the kind of model.
         pooling: of an encoder, how token states become an embedding; None for other kinds.
+        temperature: of the probabilities of labels, fitted to the dev rows of the run; None: it has fitted none.
     """
 
     label_words: Mapping[str, str]
     template: str | None = None
     pooling: str | None = None
+    temperature: float | None = None
 
     def write(self, folder: Path) -> None:
         """Writes them into the folder of a model."""
@@ -156,8 +159,11 @@ def read_labels(folder: Path) -> CarriedLabels | None:
             raise UntrustedError("template is no string")
         if pooling not in (None, MEAN):
             raise UntrustedError(f"pooling is {pooling!r}, and {MEAN} is known")
+        temperature = found.get("temperature")
+        if temperature is not None and not (isinstance(temperature, float) and 0 < temperature < math.inf):
+            raise UntrustedError("temperature is no positive number")
     except UntrustedError as error:
         raise RequestError(
             f"model.name: {path} is not the file of a merged run ({error}); export the run again."
         ) from None
-    return CarriedLabels(words, template, pooling)
+    return CarriedLabels(words, template, pooling, temperature)

@@ -37,6 +37,7 @@ class Method(Generic[T]):
         least_rows: its least value.
         steps: default of `train.steps`; None: by the number of rows.
         schedule: default of `train.schedule`.
+        rate: what `lr` is where it is no learning rate, in words.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Method(Generic[T]):
     least_rows: int = 1
     steps: int | None = None
     schedule: Literal["constant", "linear"] = "constant"
+    rate: str = ""
 
     @property
     def summary(self) -> str:

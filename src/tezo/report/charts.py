@@ -250,6 +250,23 @@ def signal_chart(index: int, run: RecordedRun) -> Chart | None:
     return Chart("Signal by layer", "layer", "signal", [Series(run.name, "", index, "dev", points)], caption)
 
 
+def reliability_chart(index: int, run: RecordedRun) -> Chart | None:
+    """Returns the share of right answers over their probability, in bins; None where rows have no options."""
+    found = (run.summary or {}).get("calibration")
+    if found is None:
+        return None
+    points = sorted((one["sure"], one["right"]) for one in found["bins"] if one["rows"])
+    temperature = found["temperature"]
+    at = "without a temperature" if temperature is None else f"at a temperature of {temperature:.3g}"
+    caption = (
+        f"Rings: the answers in {len(found['bins'])} bins of their probability, {at}. On the dotted line the share "
+        "that is right is the probability. Below it the model is too sure."
+    )
+    even = Series(run.name, "", index, "rule", [(0.0, 0.0), (1.0, 1.0)])
+    rings = Series(run.name, "bins", index, "dev", points)
+    return Chart("How sure, and how often right", "probability of the answer", "share right", [rings, even], caption)
+
+
 def kappa_chart(index: int, run: RecordedRun) -> Chart | None:
     """Returns kappa over steps, with lines at three rms; None where there are none."""
     points = kappas(run)

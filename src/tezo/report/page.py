@@ -153,6 +153,7 @@ def _section(index: int, run: RecordedRun) -> dict[str, Any]:
         "notices": [*run.notices, *(str(notice) for notice in (run.summary or {}).get("notices", []))],
         "metrics": tables.metrics_table(run),
         "extremes": _extremes(run),
+        "reliability": charts.reliability_chart(index, run),
         "rounds": tables.rounds_table(run),
         "signal": charts.signal_chart(index, run),
         "kappa": charts.kappa_chart(index, run),
@@ -183,5 +184,6 @@ def _answers(answers: KeptAnswers) -> dict[str, Any]:
         else "",
         "outcomes": {words: count_text(number) for words, number in [*answers.outcomes.items()][:MOST_SHOWN]},
         "labels": tables.labels_table(answers.labels) if answers.labels else None,
+        "confusion": tables.confusion_table(answers.labels, answers.confusion) if answers.confusion else None,
         "shown": [(row, known.get(row.outcome)) for row in answers.shown[:MOST_SHOWN]],
     }

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tezo.methods import method
+from tezo.methods import defaults_by
 from tezo.models.kinds import ModelConfig
 from tezo.report.curves import OUTLIER_RMS, dev_losses, group_parameters, kappa_statistics, kappas
 from tezo.runs.reader import LabelCounts, RecordedRun
@@ -33,6 +33,10 @@ ARROW = "\N{NO-BREAK SPACE}\N{RIGHTWARDS ARROW} "
 """Between a value before and the one after it."""
 MOST_LABELS = MOST_ROUNDS = 100
 """Labels, and rounds, on the page; a stranger's file can name thousands."""
+
+
+MOST_CONFUSED = 20
+"""Labels of a table with a column for each; of more labels as many mistakes are listed."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ def settings(run: RecordedRun) -> tuple[dict[str, Any], dict[str, Any]]:
     config = run_config(run)
     known = {"model": ModelConfig(name=""), "data": DataConfig(), "train": TrainConfig()}
     defaults = {f"{name}.{key}": value for name, section in known.items() for key, value in vars(section).items()}
-    options = method(config.method.name).defaults()
+    options = defaults_by(config.method.name)
     defaults |= {"method.name": None, **{f"method.{key}": value for key, value in options.items()}}
     given = {f"{section}.{key}": value for section, values in to_tree(config).items() for key, value in values.items()}
     every: dict[str, Any] = {}
@@ -294,6 +298,19 @@ def labels_table(labels: Sequence[LabelCounts]) -> Table:
     left_out = len(labels) - MOST_LABELS
     caption = "Answers by label" + (f", {count_text(left_out)} of the labels left out" if left_out > 0 else "")
     return Table(caption, ("label", "rows", "right", "recall", "precision"), rows)
+
+
+def confusion_table(labels: Sequence[LabelCounts], confusion: Sequence[tuple[int, int, int]]) -> Table:
+    """Returns how often each label was answered to rows of each label; of many labels the most frequent mistakes."""
+    names = [one.label for one in labels]
+    if len(names) <= MOST_CONFUSED:
+        counts = {(label, answer): count for label, answer, count in confusion}
+        numbers = range(len(names))
+        rows = [(names[i], [cell(counts.get((i, j), 0)) for j in numbers]) for i in numbers]
+        return Table("Answers at the end (columns) to the rows of each label", ("label", *names), rows)
+    mistakes = sorted((one for one in confusion if one[0] != one[1]), key=lambda one: -one[2])[:MOST_CONFUSED]
+    shown = [(names[label], [Cell(names[answer]), cell(count)]) for label, answer, count in mistakes]
+    return Table("Most frequent wrong answers at the end", ("label", "answer", "rows"), shown)
 
 
 def _right(rows: int, before: int, after: int) -> list[Cell]:

@@ -28,6 +28,7 @@ from tezo.system.files import (
 )
 
 MOST_ROWS, MAX_LOG_BYTES, MAX_NUMBER, MAX_DIMENSIONS = 1 << 30, 1 << 28, 1e15, 8
+MOST_BINS = 100
 ROUND = ("own", "promised", "real", "taken")
 """Figures of a round in metrics.jsonl."""
 OUTCOMES = {
@@ -83,12 +84,14 @@ class KeptAnswers:
     """The content of answers.json: of the first `rows` of all `of` test rows.
 
     `outcomes` has numbers of rows and is empty for free text; `labels` is empty where rows do not share their options.
+    `confusion` has triples: the numbers of a label and of an answer in `labels`, and how often it was given at the end.
     """
 
     rows: int
     of: int
     outcomes: Mapping[str, int] = field(default_factory=dict)
     labels: Sequence[LabelCounts] = ()
+    confusion: Sequence[tuple[int, int, int]] = ()
     shown: Sequence[ShownAnswer] = ()
 
 
@@ -358,6 +361,8 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
 
     for key, value in summary.items():
         check(key, _is_number(value) if key in _SUMMARY_NUMBERS else isinstance(value, _SUMMARY_TYPES.get(key, object)))
+    summary["calibration"] = found = summary.get("calibration")
+    check("calibration", found is None or (isinstance(found, dict) and _is_calibration(found)))
     for spent in summary.get("phases", {}).values():
         check("phases", isinstance(spent, dict) and all(_is_number(spent.get(key)) for key in ("seconds", "passes")))
     for key in ("before", "after"):
@@ -368,16 +373,29 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
     return summary
 
 
+def _is_calibration(found: Mapping[str, Any]) -> bool:
+    bins, temperature = found.get("bins"), found.get("temperature")
+    return (
+        (temperature is None or (_is_number(temperature) and temperature > 0))
+        and isinstance(bins, list)
+        and len(bins) <= MOST_BINS
+        and all(isinstance(one, dict) and _is_count(one.get("rows")) for one in bins)
+        and all(_is_number(one.get(key)) and 0 <= one[key] <= 1 for one in bins for key in ("sure", "right"))
+    )
+
+
 def _read_answers(path: Path) -> KeptAnswers | None:
     if not os.path.lexists(path):
         return None
     tree = read_object(path)
     try:
+        labels = [_label(entry) for entry in tree.get("labels", [])]
         return KeptAnswers(
             rows=_count(tree["rows"]),
             of=_count(tree["of"]),
             outcomes={str(outcome): _count(number) for outcome, number in tree.get("outcomes", {}).items()},
-            labels=[_label(entry) for entry in tree.get("labels", [])],
+            labels=labels,
+            confusion=_confusion(tree.get("confusion", []), labels),
             shown=[_shown(entry) for entry in tree["shown"]],
         )
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -396,6 +414,13 @@ def _label(entry: Any) -> LabelCounts:
     if any(one.right > min(rows, one.answered) for one in counts) or not isinstance(entry["label"], str):
         raise ValueError
     return LabelCounts(entry["label"], rows, *counts)
+
+
+def _confusion(triples: Any, labels: Sequence[LabelCounts]) -> list[tuple[int, int, int]]:
+    found = [(_count(label), _count(answer), _count(rows)) for label, answer, rows in triples]
+    if any(max(label, answer) >= len(labels) for label, answer, _ in found):
+        raise ValueError
+    return found
 
 
 def _shown(entry: Any) -> ShownAnswer:

@@ -14,6 +14,7 @@ from tezo.directions.products import float32_on_emulating_cpu
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import NonFiniteModelError, RequestError
 from tezo.system.progress import ENCODING, EVALUATING, WRITING, current, tracked
+from tezo.tasks.calibration import Bin, calibration_error, probabilities, reliability
 from tezo.tasks.evaluated import Evaluated
 from tezo.tasks.examples import Measure, Row, check_answers
 from tezo.tasks.generation import by_length, completions
@@ -25,6 +26,9 @@ from tezo.tasks.row_files import DataConfig
 from tezo.tasks.setup import make_format, make_objective, with_shots
 
 Metrics = dict[str, float]
+
+CALIBRATION_ERROR = "calibration_error"
+"""The metric of rows with options that is the expected calibration error of their probabilities."""
 
 
 @torch.no_grad()
@@ -44,8 +48,9 @@ def evaluate(
 
     With a reward they are those of `Reward.measure`, and the answers are the completions that it scored.
 
-    Examples with options: "loss" (mean cross-entropy over the options), "accuracy", and, if all examples have the same
-    options, "macro_f1" (mean over the labels that occur among answers or predictions). Free text: "loss" (mean
+    Examples with options: "loss" (mean cross-entropy over the options), "accuracy", "calibration_error" (see
+    `tezo.tasks.calibration`), and, if all examples have the same options, "macro_f1" (mean over the labels that occur
+    among answers or predictions). Free text: "loss" (mean
     negative log-likelihood per answer token, in nats) and "token_accuracy" (fraction of answer tokens that are the
     most likely token, given those before); there are no answers to text that is not measured.
 
@@ -65,6 +70,7 @@ def evaluate(
     with objective.evaluator.sharing(model), float32_on_emulating_cpu(model):
         if reward is not None:
             return reward.measure(model, objective, encoded, batch_size, step)
+        scores: Sequence[Tensor] = ()
         if encoded[0].example.options:
             scores = option_scores(model, objective, encoded, batch_size, calibrate=calibrate)
             best = [int(row.argmax()) for row in scores]
@@ -73,11 +79,11 @@ def evaluate(
             row_losses = choice_losses(scores, encoded)
         else:
             assert isinstance(objective, CausalObjective)
-            metrics, answers, row_losses = _evaluate_text(model, objective, encoded, batch_size)
+            metrics, answers, row_losses, _ = _evaluate_text(model, objective, encoded, batch_size)
             if measures:
                 with current().phase(WRITING):
                     answers = completions(model, objective, encoded, batch_size, max_new_tokens)
-    return Evaluated(metrics | _measured(measures, answers, encoded), answers, row_losses)
+    return Evaluated(metrics | _measured(measures, answers, encoded), answers, row_losses, scores)
 
 
 def evaluated_by(outputs: Outputs, encoded: Sequence[Encoded], *, shared: bool) -> Evaluated:
@@ -93,7 +99,7 @@ def evaluated_by(outputs: Outputs, encoded: Sequence[Encoded], *, shared: bool) 
         order = outputs.example_T.cpu().argsort()
         scores = [row[: len(e.example.options)] for row, e in zip(scores_TC[order], encoded, strict=True)]
         metrics = choice_metrics(scores, [int(row.argmax()) for row in scores], encoded, shared=shared)
-        return Evaluated(metrics, [], choice_losses(scores, encoded))
+        return Evaluated(metrics, [], choice_losses(scores, encoded), scores)
     likeliest_T = scores_TC[:, 0] >= scores_TC[:, 1:-1].amax(1)
     metrics = {"loss": -float(scores_TC[:, 0].mean()), "token_accuracy": float(likeliest_T.double().mean())}
     sums_B = scores_TC.new_zeros(len(encoded)).index_add_(0, outputs.example_T.cpu(), -scores_TC[:, 0])
@@ -187,7 +193,7 @@ def _plain_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], 
 def choice_metrics(
     scores: Sequence[Tensor], best: Sequence[int], encoded: Sequence[Encoded], *, shared: bool
 ) -> Metrics:
-    """Returns the metrics "loss", "accuracy" and, if all examples have the same options (`shared`), "macro_f1".
+    """Returns the metrics of examples with options; "macro_f1" is among them if all have the same (`shared`).
 
     `scores` and `best` hold for each example the scores of its options and the index of the best one.
     """
@@ -195,7 +201,15 @@ def choice_metrics(
     loss = sum(choice_losses(scores, encoded))
     hits = [e.example.is_right(option) for e, option in zip(encoded, best, strict=True)]
     metrics = {"loss": loss / len(encoded), "accuracy": sum(hits) / len(encoded)}
-    return metrics | ({"macro_f1": macro_f1(best, labels)} if shared else {})
+    metrics |= {"macro_f1": macro_f1(best, labels)} if shared else {}
+    return metrics | {CALIBRATION_ERROR: calibration_error(reliability_of(scores, encoded))}
+
+
+def reliability_of(scores: Sequence[Tensor], encoded: Sequence[Encoded], temperature: float = 1.0) -> list[Bin]:
+    """Returns the bins of the answers with the highest scores, by their probabilities at a temperature."""
+    sure = [float(row.max()) for row in probabilities(scores, temperature)]
+    right = [e.example.is_right(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
+    return reliability(sure, right)
 
 
 def choice_losses(scores: Sequence[Tensor], encoded: Sequence[Encoded]) -> list[float]:
@@ -244,15 +258,32 @@ def predict(
 
     `heard` is called with each new piece of a continuation, of one example.
     """
+    if encoded[0].example.options:
+        return likeliest(checked_scores(model, objective, encoded, batch_size), encoded)
+    objective.adapt(model, encoded)
+    with (
+        objective.evaluator.sharing(model),
+        float32_on_emulating_cpu(model),
+        current().phase(WRITING),
+        # a token is found among scores of any kind, NaN too
+        model.register_forward_hook(lambda *found: _check_scores(found[-1].logits[:, -1].amax(-1), model)),
+    ):
+        return completions(model, objective, encoded, batch_size, max_new_tokens, heard=heard)
+
+
+@torch.no_grad()
+def checked_scores(model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int) -> list[Tensor]:
+    """Returns for each example the finite scores of its options, (O,) in float64 on the CPU."""
     objective.adapt(model, encoded)
     with objective.evaluator.sharing(model), float32_on_emulating_cpu(model), current().phase(WRITING):
-        if encoded[0].example.options:
-            scores = option_scores(model, objective, encoded, batch_size)
-            _check_scores(torch.stack([row.amax() for row in scores]), model)
-            return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
-        # a token is found among scores of any kind, NaN too
-        with model.register_forward_hook(lambda *found: _check_scores(found[-1].logits[:, -1].amax(-1), model)):
-            return completions(model, objective, encoded, batch_size, max_new_tokens, heard=heard)
+        scores = option_scores(model, objective, encoded, batch_size)
+    _check_scores(torch.stack([row.amax() for row in scores]), model)
+    return scores
+
+
+def likeliest(scores: Sequence[Tensor], encoded: Sequence[Encoded]) -> list[str]:
+    """Returns the name of the option with the highest score of each example."""
+    return [e.example.name_of(int(row.argmax())) for e, row in zip(encoded, scores, strict=True)]
 
 
 def _check_scores(highest: Tensor, model: Any) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from tezo.models.kinds import Kind
 from tezo.system.errors import RequestError, nearest
-from tezo.tasks.columns import are_classes, with_text
+from tezo.tasks.columns import are_classes, text_fields, with_texts
 from tezo.tasks.examples import Example, Row, visible
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import (
@@ -117,6 +117,15 @@ class LabelFormat(Format):
         self.columns, self.labels = (*fields, self.label), tuple(self.words)
         self.options = tuple(space + word for word in self.words.values())
 
+    def fitted(self, rows: Sequence[Row], data: DataConfig) -> Format:
+        usual = self.template == default_template(self.kind, self.text)
+        if not rows or not usual or any(row.column(self.text) is not None for row in rows):
+            return self
+        found, taken = with_texts(rows, data, TEMPLATES[self.kind])
+        if found.template is not None:  # two texts, where the other rows have one
+            return self
+        return replace(self, template=default_template(self.kind, found.text), text=found.text, notices=taken)
+
     def example(self, row: Row, *, answered: bool = True) -> Example:
         prompt, slot, options, note = "", None, self.options, NO_TEXT
         for place, piece in enumerate(_FIELD.split(self.template)):  # braces in a field are plain text
@@ -156,11 +165,11 @@ def choose_format(
     shape: str = data.shape
     if shape == "auto":
         unlabelled = bool(data.label_words or classes) and shape_of(rows[0], data) in (None, "text")
-        shape = "label" if unlabelled else _shape(rows[0], data)
+        shape = "label" if unlabelled else _shape(rows, data)
         if shape == "text":
             _check_text_alone(rows, data)
     if shape == "label":
-        data, taken = with_text(rows, data, TEMPLATES[kind])
+        data, taken = with_texts(rows, data, TEMPLATES[kind])
         return replace(_label_format(rows, kind, data, classes), notices=taken)
     for key in ("template", "label_words"):
         if getattr(data, key):
@@ -218,15 +227,24 @@ def _check_text_alone(rows: Sequence[Row], data: DataConfig) -> None:
             continue
         raise RequestError(f"{row.where}: beside {data.text!r} there is the field {field!r}; set {ways}, {alone}.")
     for field in others:
-        found = [str(one.fields.get(field)).strip() for one in rows]
-        values = Counter(found)
-        if len(values) > 1 and are_classes(found):
+        values = Counter(_values(rows, field))
+        if len(values) > 1 and are_classes([*values.elements()]):
             most = [name for name, _ in values.most_common(3)]
             raise RequestError(
                 f"{row.where}: beside {data.text!r} the field {field!r} has {len(values)} values "
                 f"({', '.join(most)}{', ...' * (len(values) > len(most))}); set data.label={field} to learn them as "
                 f"labels, {alone}."
             )
+
+
+def _values(rows: Sequence[Row], field: str) -> list[str]:
+    return [str(row.fields.get(field)).strip() for row in rows]
+
+
+def _class_fields(rows: Sequence[Row]) -> list[str]:
+    """Returns the fields whose values may be labels."""
+    values = {name: _values(rows, name) for name in rows[0].fields}
+    return [name for name, found in values.items() if len(set(found)) > 1 and are_classes(found)]
 
 
 def _is_near(field: str, name: str) -> bool:
@@ -236,7 +254,8 @@ def _is_near(field: str, name: str) -> bool:
     return bool(difflib.get_close_matches(name.casefold(), plural, n=1, cutoff=LIKE))
 
 
-def _shape(row: Row, data: DataConfig) -> str:
+def _shape(rows: Sequence[Row], data: DataConfig) -> str:
+    row = rows[0]
     shape = shape_of(row, data)
     preference = {"chosen", "rejected"} <= set(row.fields) and shape in (None, "completion")
     if preference and data.completion not in row.fields:
@@ -258,10 +277,12 @@ def _shape(row: Row, data: DataConfig) -> str:
             f"{row.where}: beside {answer!r} there is no field {data.prompt!r}, but {', '.join(row.fields)}; set "
             f"data.prompt to the name of the prompt's field, or data.text={answer} to learn that field alone."
         )
+    if not meant and text_fields(rows):
+        meant = [f"data.label={field}" for field in _class_fields(rows)[:1]]
     raise RequestError(
         f"{row.where}: the fields {', '.join(row.fields)} fit no known shape"
         + (f"; did you mean {' '.join(meant)}?" if meant else ".")
-        + (" The first line of a table has the names of its fields." if _TABLE.search(row.where) else "")
+        + (" The first line of a table has the names of its fields." if _TABLE.search(row.where) and not meant else "")
         + f" Rows need {data.prompt!r} and "
         f"{data.completion!r}, or {data.messages!r}, or {data.text!r} and {data.label!r}; other names are set "
         "with data.prompt, data.completion, data.messages, data.text, data.label (docs/rows.md has all shapes)."

@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, Protocol, cast
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 from tezo.system.errors import RequestError, TezoError, nearest
 from tezo.system.files import reading
 from tezo.tasks.examples import Example, Measure, Row
+from tezo.tasks.row_files import DataConfig
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,19 @@ class Format(ABC):
     def training_example(self, row: Row) -> Example:
         """Returns the example to train on; by default the same as for evaluation."""
         return self.example(row)
+
+    def fitted(self, rows: Sequence[Row], data: DataConfig) -> "Format":
+        """Returns the format for other rows of the same run, whose fields may have other names; by default itself.
+
+        Args:
+            rows: the others; may be empty.
+            data: the settings, as they were asked for.
+
+        Raises:
+            RequestError: it is not clear which of their fields is the text.
+        """
+        del rows, data
+        return self
 
 
 def text_in(row: Row, name: str) -> str:

@@ -1,7 +1,7 @@
 """The settings that a request leaves open: each choice a value and its reason, made once, in this order.
 
 1. `choose_dtype`, `choose_columns`: the data type of the base and the columns of the rows, as they were found.
-2. `choose_method`: by the model, the rows and what the request sets.
+2. `choose_method`: by the model, the rows, the objective and the number of processes, never by what else is set.
 3. `choose_size`: rows of a step, its schedule, and the number of steps, by the method and the number of rows.
 4. `choose_directions`: shared by the rows of a batch or per example, by whether the model can have the latter.
 5. `choose_feedback`, `choose_guard`: feedback steps, and whether a run may go back.
@@ -13,15 +13,15 @@ The first three decide which rows steps have; `resolve` makes the others, which 
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import torch
 
 from tezo.directions.targets import is_packed
-from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, Method, method
+from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS, Method, method
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import FEEDBACK
 from tezo.optim.learning_rate import choose_lr
@@ -31,6 +31,7 @@ from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED, Setting, Settings
 from tezo.system.errors import NonFiniteLossError, RequestError
 from tezo.system.progress import DIRECTIONS, RATE, RHO, current
 from tezo.system.progress import FEEDBACK as LOOKING
+from tezo.system.values import coerce
 from tezo.tasks.formats import LabelFormat, default_template
 from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
@@ -194,42 +195,96 @@ DEFAULTS = {
     GAUSS_NEWTON: f"these rows have {GAUSS_NEWTON}, whose steps are rounds over more rows",
     ES: f"a reward has {ES}, whose steps are of a population",
 }
-OF_THE_METHOD = ("steps", "epochs", "batch_size", *KEYS)
-"""Settings of section train whose numbers mean something else with another method."""
 
 
 def choose_method(config: Config, kind: str, *, learns_outputs: bool) -> list[Choice]:
-    """Returns the method in the place of "auto".
+    """Returns the method in the place of "auto", by what is tuned, on what and for what.
 
-    With a causal model it is gauss-newton for rows that share their labels and for free text, where the request sets
-    nothing that depends on the method: no option of it, and none of `OF_THE_METHOD`; and es for a reward, where it sets
-    nothing that es does not have, or counts otherwise: a rate, or feedback steps. Otherwise it is head-feedback.
-    (docs/experiments.md has the last two on a model of 135M parameters and on small ones, docs/rewards.md the first.)
+    1. A model that is not causal, or has an adapter of PEFT: head-feedback.
+    2. A reward: es.
+    3. A metric, or rows that neither share their labels nor are free text for the last layer: head-feedback.
+    4. The loss, in several processes, which share rows by default: head-feedback.
+    5. The loss otherwise: gauss-newton.
+
+    (docs/experiments.md has the last on a model of 135M parameters and on small ones, docs/rewards.md the second.) No
+    option of a method and no setting of the loop counts. What the method has of them is taken.
 
     Args:
         config: of the request.
         kind: of the model.
         learns_outputs: whether the rows share their labels, or are free text that the last layer can be fitted to.
+
+    Raises:
+        RequestError: an option is set that this method does not have, or not with this value.
     """
     if config.method.name != AUTO:
         return []
-    train = config.train
-    suited = ES if train.objective == REWARD else GAUSS_NEWTON if learns_outputs and train.minimises_loss else None
-    if suited is None or kind != "causal" or config.model.peft != "none":
-        return [Choice("method.name", HEAD_FEEDBACK)]
-    if train.parallel == "rows" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        why = (
-            f"method.name is {HEAD_FEEDBACK}, because several processes share the rows of a step; in one process "
-            f"{DEFAULTS[suited]}."
+    name, why = _default_method(config, kind, learns_outputs=learns_outputs)
+    check_options(config, name)
+    return [Choice("method.name", name, why or _on_rate(config, name))]
+
+
+def _default_method(config: Config, kind: str, *, learns_outputs: bool) -> tuple[str, str]:
+    """Returns (the name of the default, why it is not the usual one of such rows; "" where it is)."""
+    train, peft = config.train, config.model.peft
+    usual = ES if train.objective == REWARD else GAUSS_NEWTON if learns_outputs else HEAD_FEEDBACK
+    if kind != "causal" or usual == HEAD_FEEDBACK:
+        return HEAD_FEEDBACK, ""
+    if peft != "none":
+        return _instead(f"model.peft is {peft}, and the adapter is tuned", f"without one {DEFAULTS[usual]}")
+    if usual == ES:
+        return ES, ""
+    if not train.minimises_loss:
+        return _instead(
+            f"train.objective is {train.objective}, and {usual} needs the loss", f"for the loss {DEFAULTS[usual]}"
         )
-        return [Choice("method.name", HEAD_FEEDBACK, why)]
-    has = method(ES).options().keys() - {"lr"} if suited == ES else set[str]()
-    is_set = [f"method.{name}" for name in config.method.options if name not in has]
-    is_set += [f"train.{key}" for key in (KEYS if suited == ES else OF_THE_METHOD) if getattr(train, key) is not None]
-    if is_set:
-        why = f"method.name is {HEAD_FEEDBACK}, because {is_set[0]} is set; by default {DEFAULTS[suited]}."
-        return [Choice("method.name", HEAD_FEEDBACK, why)]
-    return [Choice("method.name", suited)]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        way = f"`--method {usual} --set train.parallel=directions` shares its directions"
+        return _instead(f"{usual} does not share rows among processes", f"in one process {DEFAULTS[usual]}. {way}")
+    return usual, ""
+
+
+def _instead(reason: str, usual: str) -> tuple[str, str]:
+    return HEAD_FEEDBACK, f"method.name is {HEAD_FEEDBACK}, because {reason}; {usual}."
+
+
+def check_options(config: Config, name: str) -> None:
+    """Raises a `RequestError` where options are set that the method `name`, which nobody asked for, does not take."""
+    given, types_of = config.method.options, method(name).options()
+    for key, value in given.items():
+        of_key, of_all = (
+            [other for other in METHODS if _takes(method(other).options(), options)]
+            for options in ({key: value}, given)
+        )
+        if name not in of_key and of_key:
+            fault = (
+                f"method.{key} is auto, which {name}, the default here, does not choose"
+                if key in types_of
+                else f"method.{key}: {name}, the default here, has no such option"
+            )
+            other = (of_all or of_key)[0]
+            raise RequestError(f"{fault}; leave it out, or add --method {other} (method.name), which has it.")
+        coerce(f"method.{key}", value, types_of[key])
+
+
+def takes_auto(kind: Any) -> bool:
+    """Returns whether an option of this type may be "auto"."""
+    return AUTO in (kind, *get_args(kind)) or any(map(takes_auto, get_args(kind)))
+
+
+def _takes(types_of: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    return all(key in types_of and (value != AUTO or takes_auto(types_of[key])) for key, value in given.items())
+
+
+def _on_rate(config: Config, name: str) -> str:
+    """Returns a notice where a rate is set and the default has something else under that name; "" otherwise."""
+    lr, meaning = config.method.options.get("lr"), method(name).rate
+    if lr is None or not meaning:
+        return ""
+    return (
+        f"method.lr is {lr:g}: for {name}, the default here, it is {meaning}. A learning rate is for another method, "
+        f"such as --method {HEAD_FEEDBACK}."
+    )
 
 
 def choose_size(train: TrainConfig, num_rows: int, chosen: Method[Any]) -> list[Choice]:
@@ -317,7 +372,9 @@ def choose_feedback(config: Config, optimizer: BaseOptimizer, rows: Rows | None,
     asked = [f"train.{key} is {count}" for key in KEYS if (count := getattr(train, key))]
     available = FEEDBACK in optimizer.rules
     if asked and not available:
-        raise RequestError(f"{asked[0]}, and {name} takes no feedback steps; set it to 0, or use {HEAD_FEEDBACK}.")
+        raise RequestError(
+            f"{asked[0]}, and {name} takes no feedback steps; set it to 0, or add --method {HEAD_FEEDBACK}."
+        )
     if asked and not train.minimises_loss:
         raise RequestError(f"{asked[0]}, and train.objective {train.objective} has no gradient; leave one of them out.")
     engine = None if rows is None else rows.engine

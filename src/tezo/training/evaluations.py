@@ -5,10 +5,13 @@ answers.json has what `compare` makes of them.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from torch import Tensor
 
 from tezo.optim.optimizer import PER_EXAMPLE
 from tezo.runs.environment import memory_for
@@ -16,8 +19,17 @@ from tezo.runs.folder import RunFolder
 from tezo.runs.reader import OUTCOMES
 from tezo.system.errors import NonFiniteModelError, RequestError, nearest
 from tezo.system.files import json_text
+from tezo.tasks.calibration import calibration_error, fitted_temperature
 from tezo.tasks.evaluated import Evaluated
-from tezo.tasks.evaluation import Metrics, evaluate, evaluated_by, predict
+from tezo.tasks.evaluation import (
+    CALIBRATION_ERROR,
+    Metrics,
+    checked_scores,
+    evaluate,
+    evaluated_by,
+    predict,
+    reliability_of,
+)
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.paired import chance, kept_losses
@@ -78,6 +90,7 @@ class Evaluations:
         self.answers: dict[tuple[str, int], Sequence[str]] = {}
         self.row_losses: dict[tuple[str, int], Sequence[float]] = {}
         self.earlier: frozenset[tuple[str, int]] = frozenset()
+        self._scores: dict[int, Sequence[Tensor]] = {}  # of the options of the test rows, measured last
 
     def loss(self, split: str, step: int) -> float | None:
         """Returns the loss of an evaluation that was made; None if there was none."""
@@ -92,13 +105,15 @@ class Evaluations:
             longest = sorted(encoded, key=lambda row: row.length)[-self.job.config.train.eval_batch_size :]
             memory = memory_for(f"the evaluation before step {step}", longest, "train.eval_batch_size")
             with memory, self.job.loaded.files.unchanged():
-                metrics, answers, row_losses = self._of_rows(split, encoded)
+                metrics, answers, row_losses, scores = self._of_rows(split, encoded)
                 if step == 0 and not math.isfinite(metrics["loss"]):
                     dtype = self.job.model.dtype
                     raise NonFiniteModelError(f"the untuned model's loss of the {split} rows", metrics["loss"], dtype)
                 self.row_losses[split, step] = kept_losses(row_losses)
                 if split == "test" or self.job.reward is not None:
                     self.answers[split, step] = answers_to_keep(self.job, answers)
+                if split == "test":
+                    self._scores = {step: scores}
         self._tell(split, step, metrics)
         return metrics
 
@@ -171,6 +186,40 @@ class Evaluations:
             self._tell(name, 0, metrics)
         return known
 
+    def calibration(self, steps: int) -> dict[str, Any] | None:
+        """Returns how far the probabilities of the model at hand can be trusted, as JSON; None: rows have no options.
+
+        "temperature" is fitted to the dev rows, "dev_rows" in number; None where there are none, or they determine
+        none. "after" is the expected calibration error of the test rows without it and "calibrated" with it, "before"
+        that of the untuned model, and "bins" has the test rows by their probability, with it where there is one.
+        "same_rows" says that there are no test rows but the dev rows.
+        """
+        job = self.job
+        if not job.test[0].example.options or job.reward is not None:
+            return None
+        scores = self._scores.get(steps) or self._scores_of(job.test)
+        same, temperature = job.dev is job.test, None
+        if job.dev:
+            of_dev = scores if same else self._scores_of(job.dev)
+            labels = [e.example.label for e in job.dev]
+            temperature = fitted_temperature(of_dev, [label for label in labels if label is not None])
+        bins = reliability_of(scores, job.test, temperature or 1.0)
+        return {
+            "temperature": temperature,
+            "dev_rows": len(job.dev),
+            "same_rows": same,
+            "before": self.known["test", 0].get(CALIBRATION_ERROR),
+            "after": calibration_error(reliability_of(scores, job.test)),
+            "calibrated": None if temperature is None else calibration_error(bins),
+            "bins": [asdict(each) for each in bins],
+        }
+
+    def _scores_of(self, encoded: Sequence[Encoded]) -> Sequence[Tensor]:
+        job, size = self.job, self.job.config.train.eval_batch_size
+        longest = sorted(encoded, key=lambda row: row.length)[-size:]
+        with memory_for("the calibration", longest, "train.eval_batch_size"), job.loaded.files.unchanged():
+            return checked_scores(job.model, job.objective, encoded, size)
+
     def of_own_answers(self, step: int) -> float | None:
         """Returns the loss, per token, of what the untuned model wrote to the first test prompts; None: no reward.
 
@@ -240,6 +289,8 @@ def check_objective(job: Job, measured: Callable[[], Metrics]) -> None:
             "set method.directions=shared."
         )
     known = measured()
+    if name == CALIBRATION_ERROR:
+        raise RequestError(f"train.objective is {name}, which is better when it is lower; give loss, which lowers it.")
     if name not in known:
         raise RequestError(f"train.objective: there is no metric {name!r} of these rows. " + nearest(name, known))
 
@@ -279,7 +330,8 @@ def compare(rows: Sequence[Encoded], before: Sequence[str], after: Sequence[str]
     "rows" is the number of rows that were answered, the first ones, and "of" that of all. "shown" has some of them,
     with their text, the right answer and both answers. Of rows with options "outcomes" counts them by `OUTCOMES`, and
     "shown" has the first of each. Where all rows have the same options, "labels" has for each label the number of rows
-    whose right answer it is and, before and after, how often it was answered and how often that was right.
+    whose right answer it is and, before and after, how often it was answered and how often that was right, and
+    "confusion" has triples: the numbers of a label and of an answer in that list, and how often it was answered after.
 
     Args:
         rows: the test rows; both sequences of answers are to the first of them.
@@ -301,9 +353,19 @@ def compare(rows: Sequence[Encoded], before: Sequence[str], after: Sequence[str]
     places: dict[str, list[int]] = {outcome: [] for outcome in OUTCOMES.values()}
     for i, answers in enumerate(right):
         places[OUTCOMES[before[i] in answers, after[i] in answers]].append(i)
+    first_right = [answers[0] for answers in right]
+    labels = _labels(examples, first_right, {"before": before, "after": after})
+    answered = Counter(zip(first_right, after, strict=False))
+    names = [label["label"] for label in labels]
     return found | {
         "outcomes": {outcome: len(of) for outcome, of in places.items()},
-        "labels": _labels(examples, [answers[0] for answers in right], {"before": before, "after": after}),
+        "labels": labels,
+        "confusion": [
+            [i, j, count]
+            for i, label in enumerate(names)
+            for j, answer in enumerate(names)
+            if (count := answered[label, answer])
+        ],
         "shown": [shown(i) | {"outcome": name} for name, of in places.items() for i in of[:SHOWN_OF_OUTCOME]],
     }
 

@@ -32,7 +32,14 @@ from tezo.system.progress import SAVING, UPLOADING, current
 from tezo.tasks.formats import default_template
 from tezo.tasks.row_files import DataConfig
 from tezo.training.job import load
-from tezo.training.opening import check_result, measure_rows, open_base, open_tuned, rows_to_measure
+from tezo.training.opening import (
+    check_result,
+    measure_rows,
+    open_base,
+    open_tuned,
+    rows_to_measure,
+    temperature_of_run,
+)
 from tezo.training.settings import Config, read_run_config
 from tezo.training.summary import tuning_of
 
@@ -147,7 +154,8 @@ def _write(run: Path, output: Path, form: str, config: Config, loaded: LoadedMod
             if data.task is None and data.label_words is not None:
                 pooling = MEAN if loaded.kind == "encoder" else None
                 named = None if data.text == DataConfig.text else default_template(loaded.kind, data.text)
-                CarriedLabels(data.label_words, data.template or named, pooling).write(folder)
+                template, temperature = data.template or named, temperature_of_run(run)
+                CarriedLabels(data.label_words, template, pooling, temperature).write(folder)
         elif adapter is None:
             save_peft_adapter(loaded, folder, config.model, tuning)
         elif form == GGUF:

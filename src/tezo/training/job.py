@@ -427,9 +427,11 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
     form = make_format(config.data, loaded, found.train)
     used = divide(found, form, config.data, config.train.seed)
     objective = make_objective(config.data, loaded, form, reward.max_new_tokens if reward is not None else None)
-    example_of = form.example if reward is None else partial(prompt_of, form)
-    learnt_of = form.training_example if config.train.minimises_loss else example_of
-    uses = ((used.train, learnt_of), (used.dev, example_of), (used.test, example_of))
+    own_dev = used.dev if found.dev else []  # not those that were held out of the training rows
+    forms = [form, form.fitted(own_dev, config.data), form.fitted(used.test, config.data)]
+    examples_of = [each.example if reward is None else partial(prompt_of, each) for each in forms]
+    learnt_of = form.training_example if config.train.minimises_loss else examples_of[0]
+    uses = ((used.train, learnt_of), (used.dev, examples_of[1]), (used.test, examples_of[2]))
     with current().phase(ENCODING):
         examples = [[example(row) for row in part] for part, example in uses]
         if reward is None:
@@ -437,7 +439,8 @@ def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward |
         train = [objective.encode(example) for example in tracked(examples[0])]
         dev, test = ([objective.encode(example) for example in part] for part in examples[1:])
         objective.adapt(loaded.model, train)
-    notices = [*loaded.notices, *form.notices, *used.notices, *leak_notices(*examples), *token_notices(objective)]
+    of_columns = dict.fromkeys(notice for each in forms for notice in each.notices)
+    notices = [*loaded.notices, *of_columns, *used.notices, *leak_notices(*examples), *token_notices(objective)]
     if form.labels and reward is None:
         notices += label_notices(examples[0], form.labels)
     as_read = rows_as_read(form, used.train[0], objective, train[0], scored=reward is not None)

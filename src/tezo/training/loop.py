@@ -250,7 +250,9 @@ class Loop:
             own_after = None if own_before is None else self.evaluations.of_own_answers(steps)
         if not math.isfinite(after["loss"]):
             raise NonFiniteResultError(steps, after["loss"])
-        return self._finish(steps, decision, before, after, untuned, (own_before, own_after))
+        with self.meter.phase(AFTER):
+            calibration = self.evaluations.calibration(steps)
+        return self._finish(steps, decision, before, after, untuned, (own_before, own_after), calibration)
 
     def _open(self) -> ResumeState:
         """Opens the folder; the first rank puts it in order before the others read it."""
@@ -478,6 +480,7 @@ class Loop:
         after: Metrics,
         untuned: dict[str, Metrics],
         own_answers: tuple[float | None, float | None],
+        calibration: dict[str, Any] | None,
     ) -> dict[str, Any]:
         kept = self.best.kept
         kept_step, dev_loss = kept if kept is not None else (steps, self.best.history.dev_loss)
@@ -492,6 +495,7 @@ class Loop:
             after,
             untuned,
             own_answers,
+            calibration,
             self.evaluations.loss("test" if self.job.dev is self.job.test else "dev", 0),
             self.best.history.rollbacks,
             kept is not None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tezo.models.identity import check_model
 from tezo.models.loading import LoadedModel
@@ -15,12 +15,13 @@ from tezo.models.local_names import hint, is_gone
 from tezo.models.lora import attach_adapter, leave_attached, load_adapter, merge_adapter
 from tezo.models.peft import open_adapter
 from tezo.runs.files import MANIFEST, check_complete, check_manifest, resume_line_of
-from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY
+from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY, read_summary
 from tezo.runs.step_log import read_header
 from tezo.system.errors import RequestError
-from tezo.system.files import json_text, write_file
+from tezo.system.files import json_text, reading, write_file
 from tezo.system.progress import ENCODING, FILES, current, tracked
-from tezo.tasks.evaluation import Metrics, measure, predict
+from tezo.tasks.calibration import LEAST, MOST, probabilities
+from tezo.tasks.evaluation import Metrics, checked_scores, likeliest, measure, predict
 from tezo.tasks.examples import Row
 from tezo.tasks.notices import token_notices
 from tezo.tasks.rewards import GAPS
@@ -33,8 +34,11 @@ from tezo.training.settings import Config, overlay, parse_config, read_run_confi
 
 STANDARD = "-"
 """In the place of a file's name: standard input or output."""
-ANSWER = "prediction"
-"""The field that a row gains in a file of answers."""
+ANSWER, PROBABILITY, PROBABILITIES = "prediction", "probability", "probabilities"
+"""The fields that a row gains in a file of answers, the last two where it has options: the probability of the answer,
+and those of all options by their names."""
+DIGITS = 6
+"""Decimals of a probability in a file of answers."""
 MAX_NEW_TOKENS = 64
 """Longest answer of free text in tokens, where neither the user nor the task says."""
 
@@ -272,14 +276,80 @@ def check_new_tokens(count: int | None) -> None:
         raise RequestError(f"max_new_tokens is {count}; it must be at least 1.")
 
 
+class Answers(NamedTuple):
+    """The answers to rows.
+
+    Attributes:
+        texts: the answer to each row.
+        notices: for the user.
+        probabilities: for each row the probability of each of its options by its name; empty for free text.
+    """
+
+    texts: list[str]
+    notices: list[str]
+    probabilities: list[dict[str, float]]
+
+    def of(self, row: int) -> float:
+        """Returns the probability of the answer to a row that has options."""
+        return self.probabilities[row][self.texts[row]]
+
+    def as_sure_as(self, least: float) -> list[int]:
+        """Returns the numbers of the rows whose answer is at least so likely; those of free text are refused.
+
+        Raises:
+            RequestError: the answers are free text.
+        """
+        if not self.probabilities:
+            raise RequestError(f"abstain is {least:g}, and answers in free text have no probability; leave it out.")
+        return [row for row in range(len(self.texts)) if self.of(row) >= least]
+
+
+def check_abstain(least: float | None) -> None:
+    """Raises a `RequestError` where `least` is no probability that answers can have."""
+    if least is not None and not 0 < least <= 1:
+        raise RequestError(f"abstain is {least:g}; it must be above 0 and at most 1.")
+
+
+def temperature_of(name: str | Path, loaded: LoadedModel) -> float | None:
+    """Returns the temperature that a run, or that of a merged model, has fitted to its dev rows; None: there is none.
+
+    Args:
+        name: a run folder, or a base model.
+        loaded: the model.
+
+    Raises:
+        RequestError: the summary of the run is damaged.
+    """
+    if is_run(name):
+        return temperature_of_run(Path(name))
+    return None if loaded.labels is None else loaded.labels.temperature
+
+
+def temperature_of_run(run: Path) -> float | None:
+    """Returns the temperature that a run has fitted to its dev rows; None: it has fitted none, or has not ended.
+
+    Raises:
+        RequestError: the summary is damaged.
+    """
+    summary = read_summary(run)
+    with reading(f"{run}: {SUMMARY} is not that of a run", "restore it"):
+        found = ((summary or {}).get("calibration") or {}).get("temperature")
+        if found is None:
+            return None
+        if not LEAST <= float(found) <= MOST:
+            raise ValueError(f"temperature is {found}")
+        return float(found)
+
+
 def answer_rows(
     config: Config,
     loaded: LoadedModel,
     rows: Sequence[Row],
     max_new_tokens: int | None = None,
     heard: Callable[[str], None] | None = None,
-) -> tuple[list[str], list[str]]:
-    """Returns (an answer to each row, notices for the user); answers that rows may have are not looked at.
+    temperature: float | None = None,
+) -> Answers:
+    """Returns an answer to each row; answers that rows may have are not looked at.
 
     Args:
         config: of the run or the model.
@@ -288,6 +358,7 @@ def answer_rows(
         max_new_tokens: length of the longest answer of free text; None: the task's, that of a run by a reward, or
             `MAX_NEW_TOKENS`. Answers are greedy.
         heard: called with each new piece of an answer in free text, of one row.
+        temperature: of the probabilities; None: 1, that of training.
     """
     check_new_tokens(max_new_tokens)
     form, train = make_format(config.data, loaded, rows), config.train
@@ -297,12 +368,19 @@ def answer_rows(
     objective = make_objective(config.data, loaded, form, new)
     with current().phase(ENCODING):
         encoded = [objective.encode(form.example(row, answered=False)) for row in tracked(rows)]
+    found: list[dict[str, float]] = []
     with loaded.files.unchanged():
-        answers = predict(loaded.model, objective, encoded, train.eval_batch_size, new, heard)
+        if encoded[0].example.options:
+            scores = checked_scores(loaded.model, objective, encoded, train.eval_batch_size)
+            answers = likeliest(scores, encoded)
+            for row, e in zip(probabilities(scores, temperature or 1.0), encoded, strict=True):
+                found.append({e.example.name_of(option): value for option, value in enumerate(row.tolist())})
+        else:
+            answers = predict(loaded.model, objective, encoded, train.eval_batch_size, new, heard)
     notices = [*form.notices, *token_notices(objective, new)]
     if rewarded and train.temperature:
         notices.append(f"these answers are greedy; the run's were sampled at train.temperature {train.temperature:g}.")
-    return answers, notices
+    return Answers(answers, notices, found)
 
 
 def check_answer_file(output: Path) -> None:
@@ -319,19 +397,34 @@ def check_answer_file(output: Path) -> None:
 
 
 def check_no_answers(rows: Sequence[Row]) -> None:
-    """Raises a `RequestError` where a row has a field of the name that its answer gets in a file."""
+    """Raises a `RequestError` where a row has a field of a name that its answer gets in a file."""
     for row in rows:
-        if ANSWER in row.fields:
-            raise RequestError(f"{row.where}: there is a field {ANSWER!r} already; rename it, or take it out.")
+        for name in (ANSWER, PROBABILITY, PROBABILITIES):
+            if name in row.fields:
+                raise RequestError(f"{row.where}: there is a field {name!r} already; rename it, or take it out.")
 
 
-def write_answers(output: Path, rows: Sequence[Row], answers: Sequence[str]) -> None:
-    """Writes JSONL: each row with its answer, in order; a file whole or not at all, or a `RunError`."""
-    text = "".join(
-        json_text({**row.fields, ANSWER: answer}, default=str) + "\n" for row, answer in zip(rows, answers, strict=True)
-    )
+def write_answers(output: Path, rows: Sequence[Row], answers: Answers, kept: Sequence[int]) -> None:
+    """Writes JSONL: each row with its answer, in order; a file whole or not at all, or a `RunError`.
+
+    Args:
+        output: the file, or `STANDARD`.
+        rows: all rows.
+        answers: to them.
+        kept: numbers of the rows that are written.
+    """
+    text = "".join(json_text({**rows[i].fields, **_fields(answers, i)}, default=str) + "\n" for i in kept)
     if str(output) == STANDARD:
         sys.stdout.write(text)
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     write_file(output, text.encode())
+
+
+def _fields(answers: Answers, row: int) -> dict[str, Any]:
+    """Returns the fields that a row gains in a file of answers."""
+    found: dict[str, Any] = {ANSWER: answers.texts[row]}
+    if answers.probabilities:
+        shown = {name: round(value, DIGITS) for name, value in answers.probabilities[row].items()}
+        found |= {PROBABILITY: shown[answers.texts[row]], PROBABILITIES: shown}
+    return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tezo.directions.bases.basis import KIND
 from tezo.directions.random import NOISE_VERSION
-from tezo.methods import AUTO, method
+from tezo.methods import AUTO, defaults_by, method
 from tezo.models.identity import check_model
 from tezo.models.kinds import engine_kind
 from tezo.models.loading import DTYPES, LoadedModel
@@ -38,7 +38,7 @@ from tezo.tasks.rewards import Reward, RewardRows, sample_of
 from tezo.tasks.scorer_identity import difference
 from tezo.tasks.scoring import REWARD, Sample
 from tezo.tasks.splits import Splits
-from tezo.training.choices import RESOLVED_AT_START, Choices, choose_size
+from tezo.training.choices import RESOLVED_AT_START, Choices, check_options, choose_size
 from tezo.training.job import Job, load_for_tuning, make_optimizer
 from tezo.training.settings import (
     PATHS,
@@ -215,9 +215,10 @@ def with_sources_of(begun: Mapping[str, Any], settings: Mapping[str, Setting]) -
 
 
 def _with_name_of(name: str, asked: Config) -> Config:
-    """Returns the configuration with the method that a run chose by itself, which cannot have options of another."""
-    if asked.method.name != AUTO or not asked.method.options.keys() <= method(name).options().keys():
+    """Returns the configuration with the method that a run chose by itself; `RequestError` if it lacks an option."""
+    if asked.method.name != AUTO:
         return asked
+    check_options(asked, name)
     return replace(asked, method=replace(asked.method, name=name))
 
 
@@ -384,7 +385,7 @@ def _with_moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings by dotted key, those of the method with their defaults; tuples are lists, as JSON has them."""
-    options = method(tree["method"]["name"]).defaults()
+    options = defaults_by(tree["method"]["name"])
     tree = json.loads(json.dumps({**tree, "method": {**options, **tree["method"]}}))
     return {f"{section}.{key}": value for section, values in tree.items() for key, value in dict(values).items()}
 

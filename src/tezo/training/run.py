@@ -35,6 +35,7 @@ from tezo.training.opening import (
     open_tuned,
     rows_to_measure,
     run_config,
+    temperature_of_run,
 )
 from tezo.training.settings import Config, read_run_config
 
@@ -170,9 +171,28 @@ class Run:
         """
         most = coerce("max_new_tokens", max_new_tokens, int | None)
         with quieted(not self.progress), showing(self.progress):
-            answers, notices = answer_rows(self.config, self.loaded, rows_of(rows, "rows"), most)
-        _warn(notices)
-        return answers
+            found = answer_rows(self.config, self.loaded, rows_of(rows, "rows"), most)
+        _warn(found.notices)
+        return found.texts
+
+    def probabilities(self, rows: Rows) -> list[dict[str, float]]:
+        """The probability of each option of each row by its name, from 0 to 1, at the temperature of the run.
+
+        The run has fitted it to its dev rows; without dev rows it is 1, and the probabilities are not calibrated.
+
+        Args:
+            rows: as for `predict`, with labels or options.
+
+        Raises:
+            RequestError: rows cannot be read, do not fit the run, or their answers are free text.
+        """
+        with quieted(not self.progress), showing(self.progress):
+            temperature = temperature_of_run(self.folder)
+            found = answer_rows(self.config, self.loaded, rows_of(rows, "rows"), 1, temperature=temperature)
+        if not found.probabilities:
+            raise RequestError("the answers of this run are free text, which has no probability; use predict().")
+        _warn(found.notices)
+        return found.probabilities
 
     def export(self, folder: str | Path, form: str = LORA) -> Path:
         """Writes the result elsewhere; the model in memory stays as it is.

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 import yaml
 
 from tezo.directions.bases.basis import Basis
-from tezo.methods import AUTO, BASELINES, METHODS, Method, method
+from tezo.methods import AUTO, BASELINES, METHODS, Method, options_by
 from tezo.models.kinds import ModelConfig, engine_kind
 from tezo.models.local_names import absolute_name
 from tezo.runs.files import check_manifest
@@ -29,7 +29,8 @@ LOSS = "loss"
 class MethodConfig:
     """A method and the options that are set; the other options keep the defaults of `tezo.methods`.
 
-    "auto" is the method that a run of these rows has by default; see `tezo.training.choices.choose_method`.
+    "auto" is the method that a run of these rows has by default; see `tezo.training.choices.choose_method`. Beside it
+    stands any option of a zeroth-order method; one that the default does not have is refused when it is chosen.
     """
 
     name: str = AUTO
@@ -264,7 +265,7 @@ def to_tree(config: Config) -> dict[str, Any]:
 
 def _ordered(name: str, options: Mapping[str, Any]) -> list[str]:
     """The options in the order of the method's: what a run chose may have been given or read from its log."""
-    places = {option: place for place, option in enumerate(method(name).options())}
+    places = {option: place for place, option in enumerate(options_by(name))}
     return sorted(options, key=lambda option: places.get(option, len(places)))
 
 
@@ -377,14 +378,12 @@ def _build(cls: type[Any], tree: Mapping[str, Any], section: str) -> Any:
 
 def _method(tree: Mapping[str, Any]) -> MethodConfig:
     name = str(tree.get("name", MethodConfig().name))
-    known = method(name)
-    types_of = known.options()
+    types_of = options_by(name)
     options = {key: value for key, value in tree.items() if key != "name"}
     for key in options:
         if key not in types_of:
-            raise RequestError(
-                f"method.{key}: {known.name} has no such option. {suggestion(f'method.{key}', types_of)}"
-            )
+            who = "no method has such an option" if name == AUTO else f"{name} has no such option"
+            raise RequestError(f"method.{key}: {who}. {suggestion(f'method.{key}', types_of)}")
     return MethodConfig(name=name, options={k: coerce(f"method.{k}", v, types_of[k]) for k, v in options.items()})
 
 

@@ -16,7 +16,7 @@ from tezo.runs.step_log import Rollback, ScorerChange
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, OPTIONS_LOSS, TEXT_LOSS, metric_text, minus
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup
-from tezo.tasks.evaluation import Metrics
+from tezo.tasks.evaluation import CALIBRATION_ERROR, Metrics
 from tezo.tasks.formats import default_template
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.paired import LEVEL
@@ -157,6 +157,28 @@ def forgetting(summary: Mapping[str, Any]) -> str:
     )
 
 
+def sureness(summary: Mapping[str, Any]) -> str:
+    """Returns sentences on the probabilities of answers, where rows have options; "" for other rows."""
+    found = summary["calibration"]
+    if found is None:
+        return ""
+    before, after, calibrated = (
+        None if found[key] is None else metric_text(CALIBRATION_ERROR, found[key])
+        for key in ("before", "after", "calibrated")
+    )
+    was = "" if before is None else f"{before} before and "
+    error = f"The expected calibration error of its probabilities is {was}{after} after"
+    if calibrated is not None:
+        rows = "these rows themselves" if found["same_rows"] else f"the {found['dev_rows']:,} dev rows"
+        return f"{error}, and {calibrated} at a temperature of {found['temperature']:.3g}, fitted to {rows}."
+    if found["dev_rows"] == 0:
+        return f"{error}; no temperature is fitted, because there are no dev rows (data.dev names some)."
+    return (
+        f"{error}; no temperature is fitted, because the {found['dev_rows']:,} dev rows are all answered correctly, or "
+        "all labels score alike."
+    )
+
+
 def missing_scores(summary: Mapping[str, Any]) -> str:
     """Returns a sentence on answers that have no score, where there are any."""
     shares = [summary[when].get(MISSING_SCORES, 0.0) for when in ("before", "after")]
@@ -181,6 +203,7 @@ class Outcome:
         after: the same after training.
         untuned: name -> the same by what is fitted to the untuned model; see `tezo.tasks.untuned`.
         own_answers: loss of the untuned model's answers before and after training; None: not measured.
+        calibration: see `Evaluations.calibration`.
         chosen: whether the step was kept for its loss on the dev rows.
         stopped: key of `tezo.training.stopping.ENDED` for which the run ended before its last step, or None.
         chance: see `Evaluations.chance`; of the dev rows, or of the test rows where there are none.
@@ -198,6 +221,7 @@ class Outcome:
     after: Metrics
     untuned: Mapping[str, Metrics]
     own_answers: tuple[float | None, float | None]
+    calibration: Mapping[str, Any] | None
     dev_loss_before: float | None
     rollbacks: Sequence[Rollback]
     chosen: bool
@@ -244,6 +268,7 @@ def summarize(
         "after": outcome.after,
         "untuned": outcome.untuned,
         "own_answers": list(outcome.own_answers),
+        "calibration": outcome.calibration,
         "rows": row_counts(job),
         "steps": outcome.steps,
         "idle_steps": outcome.idle_steps,
@@ -280,7 +305,7 @@ def summarize(
         "versions": versions(),
     }
     found = verdict(summary, float(job.config.method.options["lr"]), train.num_steps)
-    parts = (found, against_untuned(summary), forgetting(summary), missing_scores(summary))
+    parts = (found, against_untuned(summary), sureness(summary), forgetting(summary), missing_scores(summary))
     return summary | {"verdict": " ".join(part for part in parts if part)}
 
 
