@@ -130,7 +130,7 @@ def test_a_third_text_is_asked_about_beside_a_pair():
         ({}, "'label'; other names are set with"),
         ({"score": lambda n: n / 7}, "'label'; other names are set with"),
     ],
-    ids=str,
+    ids=["words", "numbers", "nothing", "measurements"],
 )
 def test_rows_without_a_label_are_refused_with_their_columns_and_the_line(own, line):
     fields = [

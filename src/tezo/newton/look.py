@@ -52,6 +52,8 @@ MOST_ROWS, MOST_LABELLED = 256, 1024
 LEAST_ROWS = 32
 SHARE = 8
 """Inputs are kept in half precision, at most this part of the bytes of all layers, from `LEAST_ROWS` rows on."""
+LEAST_BLOCK_BYTES = 1 << 28
+"""Inputs and weights of rebuilt blocks may take as many bytes as all layers, and at least so many."""
 LAST_LAYERS = 1 / 2
 """Layers that may be changed, the last ones of the model, as a part of all."""
 
@@ -235,7 +237,8 @@ class ErrorBasis(DataBasis[Look]):
     def _of_text(self, source: Source, rows: RowOutputs, target: Target, passes: int) -> Look:
         places = sum(len(each.place_P) for each in rows.places() if each is not None)
         every = select_targets(source.model, (ALL_LINEAR,))
-        blocks, layers = text_layers(every, target, places, sum(each.parameter.nbytes for each in every))
+        budget = max(LEAST_BLOCK_BYTES, sum(each.parameter.nbytes for each in every))
+        blocks, layers = text_layers(every, target, places, budget)
         seen = [Seen.of(source.model, part, layers) for part in (rows, rows.held_out) if part is not None]
         _finite(seen[0].outputs)
         v = {each.name: torch.zeros(input_size(each), self._ranks[each.name]).double() for each in self._targets}
