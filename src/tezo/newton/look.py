@@ -20,9 +20,8 @@ beside it: a direction promises more of these rows than it does for others.
 Free text has another regression (`text`), and one direction: all that it found.
 """
 
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,14 +42,10 @@ from tezo.directions.bases.basis import (
 from tezo.directions.outputs import Outputs, errors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.newton.labels import Layout, common, contrasts, is_biased, regress
-from tezo.newton.last_blocks import NotRebuiltError
 from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder
-from tezo.newton.sweep import BATCHES, ROWS, sweep
 from tezo.newton.text import Seen, fit_text, text_layers
 from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
-
-logger = logging.getLogger(__name__)
 
 MOST_ROWS, MOST_LABELLED = 256, 1024
 """Rows of a look, at most; of labelled rows the first look finds the layers that may be changed."""
@@ -207,7 +202,7 @@ class ErrorBasis(DataBasis[Look]):
         rows = _rows(source, refresh_step, count)
         passes += len(rows.places())
         if rows.are_texts:
-            return self._of_text(refresh_step, source, rows, tried[-1], passes)
+            return self._of_text(source, rows, tried[-1], passes)
         recorded = InputRecorder(tried)
         with rows.watching(model, recorded):
             outputs = _finite(rows.outputs())
@@ -239,28 +234,19 @@ class ErrorBasis(DataBasis[Look]):
         with rows.watching(source.model, recorded):
             return LabelledRows(recorded, _finite(rows.outputs()), rows.stepped, len(rows.places()))
 
-    def _of_text(self, refresh_step: int, source: Source, rows: RowOutputs, target: Target, passes: int) -> Look:
+    def _of_text(self, source: Source, rows: RowOutputs, target: Target, passes: int) -> Look:
         places = sum(len(each.place_P) for each in rows.places() if each is not None)
         every = select_targets(source.model, (ALL_LINEAR,))
         budget = max(LEAST_BLOCK_BYTES, sum(each.parameter.nbytes for each in every))
         blocks, layers = text_layers(every, target, places, budget)
-        if blocks and (of_batch := _batches(source, refresh_step)) is not None:
-            try:
-                found, calls = sweep(source.model, target, blocks, of_batch, self._ranks)
-                return self._of_layers(found, passes - len(rows.places()) + calls)
-            except NotRebuiltError as error:
-                logger.info("Free text changes the last layer alone: %s.", error)
         seen = [Seen.of(source.model, part, layers) for part in (rows, rows.held_out) if part is not None]
         _finite(seen[0].outputs)
-        found, more = fit_text(source.model, target, blocks, seen, self._ranks)
-        return self._of_layers(found, passes + more + sum(len(part.rows.places()) for part in seen[1:]))
-
-    def _of_layers(self, found: Mapping[str, tuple[Tensor, Tensor]], passes: int) -> Look:
-        """Returns the look with these factors, and one direction: all of them."""
         v = {each.name: torch.zeros(input_size(each), self._ranks[each.name]).double() for each in self._targets}
+        found, more = fit_text(source.model, target, blocks, seen, self._ranks)
         v |= {name: v_IR for name, (_, v_IR) in found.items()}
-        u = {name: u_MR for name, (u_MR, _) in found.items()}
         whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
+        passes += more + sum(len(part.rows.places()) for part in seen[1:])
+        u = {name: u_MR for name, (u_MR, _) in found.items()}
         return Look(inputs=v, outputs=u, proposals=whole_1R, passes=passes)
 
     def _rows_to_record(self, targets: Sequence[Target], most: int) -> int:
@@ -273,15 +259,6 @@ def _rows(source: Source, refresh_step: int, count: int) -> RowOutputs:
     assert source.rows is not None
     rows: RowOutputs = source.rows(refresh_step, count)
     return rows
-
-
-def _batches(source: Source, refresh_step: int) -> Callable[[int], RowOutputs] | None:
-    """Returns the rows of each batch of a sweep; None: there are only the same ones again."""
-
-    def of_batch(number: int) -> RowOutputs:
-        return _rows(source, refresh_step * BATCHES + number, ROWS)
-
-    return of_batch if of_batch(0) is not of_batch(1) else None
 
 
 def _finite(outputs: Outputs) -> Outputs:

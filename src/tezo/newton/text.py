@@ -22,7 +22,6 @@ arrives at each place:
 s shrunk towards 1 as far as it differs by chance; N keeps the length of h / g.
 """
 
-import copy
 import itertools
 import logging
 import math
@@ -227,12 +226,6 @@ class Rebuilt(States):
             for name, x_PI in inputs.items()
         }
 
-    def with_blocks(self, blocks: LastBlocks) -> "Rebuilt":
-        """Returns the same units with blocks that were rebuilt from other rows."""
-        found = copy.copy(self)
-        found._blocks, found.h_PD = blocks, blocks.n_PD
-        return found
-
     def of(self, factors: Factors, places_P: Tensor) -> Tensor:
         own = {name: (self._unit * u_DR, v_IR / self._sizes[name]) for name, (u_DR, v_IR) in factors.items()}
         return self._blocks.of(own, places_P)
@@ -283,14 +276,9 @@ class Seen:
         held_P: Tensor = number_P % HELD_OUT == 0
         return held_P
 
-    @property
-    def head_inputs(self) -> Tensor:
-        """The inputs of the head, (P, D)."""
-        return torch.cat(self.record.h)
-
     def inputs(self, layer: str) -> Tensor:
-        """Returns the inputs of a layer, (P, I)."""
-        return torch.cat(self.record.x[layer])
+        """Returns the inputs of a layer, or of the head, (P, I)."""
+        return torch.cat(self.record.h if layer == HEAD else self.record.x[layer])
 
 
 def fit_text(
@@ -312,8 +300,15 @@ def fit_text(
     Raises:
         RequestError: the last layer does not write to the input of the head.
     """
-    text, first = readout(model, target, seen), seen[0]
-    h_PD = torch.cat([each.head_inputs for each in seen])
+    head, first = output_head(model), seen[0]
+    if head is None or not first.record.h or first.record.h[0].shape[1] != output_size(target):
+        raise _not_added(target)
+    tokens_PK = torch.cat([each.tokens for each in seen])
+    tokens_C, vocabulary = tokens_of(tokens_PK), int(head.out_features)  # type: ignore[arg-type]
+    weight_XD, bias_X = first.rows.layer_rows(model, HEAD, with_others(tokens_C, vocabulary), first.record.like)
+    count, h_PD = len(tokens_C), torch.cat([each.inputs(HEAD) for each in seen])
+    head_of = weight_XD[:count], bias_X[:count], weight_XD[count:]
+    text = Text(h_PD, head_of, tokens_C, tokens_PK, torch.cat([each.log_probs for each in seen]))
     own, *others = (len(each.tokens) for each in seen)
     held_P = torch.arange(len(h_PD)) >= own if others else first.held
     rebuilt = _rebuilt(model, blocks, seen, h_PD, text.unit, ranks)
@@ -322,23 +317,6 @@ def fit_text(
     layer = _last_layer(model, target, seen, h_PD, text.unit, ranks[target.name])
     calls = sum(len(each.rows.places()) for each in seen)
     return layer.scaled(text.fit(layer, held_P, again=not others)), calls
-
-
-def readout(model: nn.Module, target: Target, seen: Sequence[Seen]) -> "Text":
-    """Returns the loss of rows as a function of the inputs of the head.
-
-    Raises:
-        RequestError: the last layer, the target, does not write to these.
-    """
-    head, first = output_head(model), seen[0]
-    if head is None or not first.record.h or first.record.h[0].shape[1] != output_size(target):
-        raise _not_added(target)
-    tokens_PK = torch.cat([each.tokens for each in seen])
-    tokens_C, vocabulary = tokens_of(tokens_PK), int(head.out_features)  # type: ignore[arg-type]
-    weight_XD, bias_X = first.rows.layer_rows(model, HEAD, with_others(tokens_C, vocabulary), first.record.like)
-    count, h_PD = len(tokens_C), torch.cat([each.head_inputs for each in seen])
-    head_of = weight_XD[:count], bias_X[:count], weight_XD[count:]
-    return Text(h_PD, head_of, tokens_C, tokens_PK, torch.cat([each.log_probs for each in seen]))
 
 
 def _not_added(target: Target) -> RequestError:
