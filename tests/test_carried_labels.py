@@ -80,8 +80,8 @@ def test_the_python_export_carries_them_too(home, tmp_path):
         ('{"label_words": {"a": 1}}', "label_words"),
         ('{"label_words": {"a": "b"}, "template": 3}', "template"),
         ('{"label_words": {"a": "b"}, "pooling": "cls"}', "pooling is 'cls'"),
-        ('{"label_words": {"a": "b"}, "temperature": 0.0}', "temperature is no positive number"),
-        ('{"label_words": {"a": "b"}, "temperature": "1"}', "temperature is no positive number"),
+        ('{"label_words": {"a": "b"}, "temperature": 0.0}', "temperature is not a positive number"),
+        ('{"label_words": {"a": "b"}, "temperature": "1"}', "temperature is not a positive number"),
     ],
 )
 def test_a_damaged_file_of_labels_is_refused(home, tmp_path, text, fault):

@@ -9,6 +9,7 @@ from gguf_files import tiny_llama, write_gguf
 
 from tezo.engines.llama_cpp import load_llama_cpp
 from tezo.forward.engine import HEAD, Asked, Watch
+from tezo.forward.watching import layer_rows
 from tezo.models.kinds import ModelConfig
 from tezo.system.errors import RequestError
 
@@ -165,3 +166,13 @@ def test_layers_that_the_file_does_not_have_are_one_sentence(loaded):
         with pytest.raises(RequestError, match=r"cannot be read from llama\.cpp"):
             loaded.engine.watch({}, asked, watch)
     assert not loaded.engine.watches("model.norm") and loaded.engine.watches(HEAD)
+
+
+@torch.no_grad()
+def test_weights_of_layers_are_torchs_in_the_order_of_its_rows(loaded):
+    some = torch.tensor([3, 0, 7])
+    for name in LAYERS:
+        like = torch.zeros(0, loaded.model.get_submodule(name).in_features)
+        every, bias_O = loaded.engine.layer_rows(name, None)
+        close(every, layer_rows(loaded.model, name, None, like)[0])
+        assert torch.equal(loaded.engine.layer_rows(name, some)[0], every[some]) and not bias_O.any()

@@ -75,7 +75,7 @@ def model_report(name: str, settings: list[tuple[str, Any]]) -> dict[str, Any]:
         RequestError: the model cannot be loaded so.
     """
     config = run_config(name, settings)
-    if config.method.name == AUTO:  # without rows there is no default; head-feedback takes any
+    if config.method.name == AUTO:  # the default depends on rows; head-feedback takes all kinds
         check_options(config, HEAD_FEEDBACK)
         config = config.with_setting("method.name", HEAD_FEEDBACK)
     loaded = load(config)

@@ -161,7 +161,7 @@ def read_labels(folder: Path) -> CarriedLabels | None:
             raise UntrustedError(f"pooling is {pooling!r}, and {MEAN} is known")
         temperature = found.get("temperature")
         if temperature is not None and not (isinstance(temperature, float) and 0 < temperature < math.inf):
-            raise UntrustedError("temperature is no positive number")
+            raise UntrustedError("temperature is not a positive number")
     except UntrustedError as error:
         raise RequestError(
             f"model.name: {path} is not the file of a merged run ({error}); export the run again."

@@ -227,14 +227,13 @@ class Rebuilt(States):
         }
 
     def of(self, factors: Factors, places_P: Tensor) -> Tensor:
-        own = {name: (self._unit * u_DR, v_IR / self._sizes[name]) for name, (u_DR, v_IR) in factors.items()}
-        return self._blocks.of(own, places_P)
+        return self._blocks.of(self._in_units(factors), places_P)
 
     def scaled(self, factors: Factors) -> dict[str, tuple[Tensor, Tensor]]:
-        return {
-            name: (self._unit * u_DR.double(), v_IR.double() / self._sizes[name])
-            for name, (u_DR, v_IR) in factors.items()
-        }
+        return self._in_units({name: (u_DR.double(), v_IR.double()) for name, (u_DR, v_IR) in factors.items()})
+
+    def _in_units(self, factors: Factors) -> dict[str, tuple[Tensor, Tensor]]:
+        return {name: (self._unit * u_DR, v_IR / self._sizes[name]) for name, (u_DR, v_IR) in factors.items()}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Method(Generic[T]):
         least_rows: its least value.
         steps: default of `train.steps`; None: by the number of rows.
         schedule: default of `train.schedule`.
-        rate: what `lr` is where it is no learning rate, in words.
+        rate: the meaning of `lr` where it is not a learning rate, in words.
     """
 
     name: str

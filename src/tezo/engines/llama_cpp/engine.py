@@ -130,7 +130,8 @@ class LlamaCpp(Engine):
 
     def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
         name, header = self._known(layer), GgufHeader(self._model.path)
-        every, outputs = torch.arange(self.layers[name].outputs), self.layers[name].outputs
+        outputs = self.layers[name].outputs
+        every = torch.arange(outputs)
         if layer != HEAD:  # rows may be in another order in the file
             every = self._names.to_gguf(layer, every.unsqueeze(1)).squeeze(1).argsort()
         stored_X = (every if rows_X is None else every[rows_X]).numpy()
