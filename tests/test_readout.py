@@ -15,7 +15,7 @@ from tezo.directions.targets import select_targets
 from tezo.forward.engine import HEAD
 from tezo.forward.watching import layer_rows
 from tezo.newton import text
-from tezo.newton.last_blocks import LastBlocks, name_of
+from tezo.newton.last_blocks import name_of
 from tezo.newton.text import LastLayer, Seen, Text, arrives, fit_text, leading, tokens_of, with_others
 from tezo.system.errors import RequestError
 from tezo.training.job import prepare
@@ -46,24 +46,23 @@ def closures_of(folder, family, sizes):
                        for i, n in zip(starts, sizes, strict=True)]  # fmt: skip
 
 
-def found_of(model, closure, rank, blocks=()):
+def found_of(model, closure, rank):
     """(the factors of each layer that is changed, what the regression says the loss is with them)."""
     targets = select_targets(model, ("all-linear",))
     (target,) = [t for t in targets if t.name.endswith(LAST[model.config.model_type])]
     said: list[float] = []
 
     class Told(Text):
-        def fit(self, states, held_P, *, again):
-            factors = super().fit(states, held_P, again=again)
+        def fit(self, layer, held_P, *, again):
+            factors = super().fit(layer, held_P, again=again)
             places_P = torch.arange(len(held_P))
-            said.append(float(self.loss(states.of(factors, places_P), places_P)))
+            said.append(float(self.loss(layer.of(factors, places_P), places_P)))
             return factors
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(text, "Text", Told)
-        seen = [Seen.of(model, closure, LastBlocks.watched(blocks) if blocks else [name_of(target)])]
-        found, _ = fit_text(model, target, blocks, seen, {t.name: rank for t in targets})
-    return found, said[0]
+        found, _ = fit_text(model, target, [Seen.of(model, closure, [name_of(target)])], rank)
+    return {target.name: found}, said[0]
 
 
 def change(model, found):
@@ -88,7 +87,6 @@ def test_the_loss_that_the_regression_says_is_the_models(family, off, tmp_path):
     model, (closure, other) = closures_of(tmp_path, family, (300, 40))
     own, before = closure.outputs().loss(), other.outputs().loss()
     found, said = found_of(model, closure, rank=4)
-    assert len(found) == 1
     change(model, found)
     real, after = closure.outputs().loss(), other.outputs().loss()
     assert own - real > 0.2 and before - after > 0.15
@@ -137,14 +135,14 @@ def test_what_makes_unseen_examples_worse_is_not_learnt():
     right_P = (every % text.HELD_OUT == 0).long()
     tokens_PK = torch.cat([right_P[:, None], torch.arange(5).expand(40, 5)], 1)
     said_PK = log_probs_PC.gather(1, tokens_PK)
-    told = Text(h_PD, (weight_CD, torch.zeros(5), weight_CD[:0]), torch.arange(5), tokens_PK, said_PK)
-    layer = LastLayer("layer", torch.ones(40, 3), h_PD, torch.ones(6), told.unit, 2)
+    told = Text(h_PD, (weight_CD, torch.zeros(5)), torch.arange(5), tokens_PK, said_PK)
+    layer = LastLayer(torch.ones(40, 3), h_PD, torch.ones(6), told.unit, 2)
     start = told.loss(layer.of(layer.start, every), every)
     assert float(start) == pytest.approx(float(functional.nll_loss(log_probs_PC, right_P)), rel=1e-4)
     held_P = every % text.HELD_OUT == 0
     for again in (True, False):
-        assert torch.equal(told.fit(layer, held_P, again=again)["layer"][0], torch.zeros(6, 2))
-    alike = Text(h_PD, (weight_CD, torch.zeros(5), weight_CD[:0]), torch.arange(5), tokens_PK[1:2].repeat(40, 1),
+        assert torch.equal(told.fit(layer, held_P, again=again)[0], torch.zeros(6, 2))
+    alike = Text(h_PD, (weight_CD, torch.zeros(5)), torch.arange(5), tokens_PK[1:2].repeat(40, 1),
                  said_PK[1:2].repeat(40, 1))  # fmt: skip
     for again in (True, False):
         assert float(alike.loss(layer.of(alike.fit(layer, held_P, again=again), every), every)) < 0.5 * float(start)
@@ -159,10 +157,10 @@ def test_a_model_whose_layers_do_not_write_to_the_head_is_named(tmp_path):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared folder with models and data is not here")
 def test_a_real_decoder_learns_more_in_one_round_than_published_steps_do_in_hundreds():
-    """5 passes over parts of 270 rows take the dev loss from 3.62 below 3.2; TeZO has 3.22 after 676."""
+    """One round takes the dev loss from 3.62 below 2.8; TeZO has 3.22 after 676 passes."""
     folder = SHARED / "data/completions"
     train, dev = ([json.loads(line) for line in (folder / f"{part}.jsonl").read_text().splitlines()]
                   for part in ("train", "dev"))  # fmt: skip
     run = tezo.train(str(SHARED / "models/stories260K"), train, dev=dev, method="gauss-newton", steps=1, progress=False)
-    assert run.summary["dev_loss_before"] > 3.6 and run.summary["dev_loss"] < 3.2
+    assert run.summary["dev_loss_before"] > 3.6 and run.summary["dev_loss"] < 2.8
     run.close()

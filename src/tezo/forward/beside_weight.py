@@ -114,9 +114,10 @@ class InForward(PerturbedParameter):
 
     def _terms(self, dtype: torch.dtype) -> Iterator[Points]:
         """Returns (blocks, points) of products in `dtype`: F for all blocks, and D + scale_g Z_g for each block g."""
-        assert self.change is not None
         self.was_called |= bool(self.shifts)
         frozen: list[Points] = [] if self.frozen is None else [(None, self.frozen)]
+        if self.change is None:  # a trial before the first step
+            return iter(frozen)
         known = self._prepared or self._kept.get(dtype)
         if known is not None:
             return chain(frozen, known)
@@ -181,6 +182,16 @@ class InForward(PerturbedParameter):
         frozen = [] if self.frozen is None else [self.frozen.factors()]
         dtype = self.target.state_dtype
         return [join([*frozen, point.factors()], dtype) for point in points] or [join(frozen, dtype)]
+
+    @contextmanager
+    def beside(self, left_MK: Tensor, right_NK: Tensor) -> Iterator[None]:
+        frozen, place = self.frozen, (self.target.device, self.target.state_dtype)
+        kept = [] if frozen is None else [frozen.factors()]
+        self.frozen = low_rank(*join([*kept, (left_MK.to(*place), right_NK.to(*place))], place[1]))
+        try:
+            yield
+        finally:
+            self.frozen = frozen
 
     def fold(self) -> None:
         # W += F + D, then F = D = 0, in one pass over the stored tensor

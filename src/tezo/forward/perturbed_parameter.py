@@ -3,6 +3,7 @@
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -138,6 +139,18 @@ class PerturbedParameter(ABC):
         raise RequestError(
             f"{self.target.name} is perturbed {self.way}, and an engine takes low-rank changes of linear layers alone; "
             "use gauss-newton, tezo, lozo or subzo, or method.targets=all-linear."
+        )
+
+    def beside(self, left_MK: Tensor, right_NK: Tensor) -> AbstractContextManager[None]:
+        """While open, W_t has left @ right^T added.
+
+        Raises:
+            RequestError: the change is not beside the stored tensor.
+        """
+        del left_MK, right_NK
+        raise RequestError(
+            f"{self.target.name} is perturbed {self.way}, and a trial change must be beside it; set "
+            "method.in_forward=true, or method.targets=all-linear."
         )
 
     def fold(self) -> None:  # noqa: B027 - most parameters have nothing beside the stored tensor

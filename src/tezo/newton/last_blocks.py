@@ -11,8 +11,9 @@ on the stream is a sum, the weights of each norm are a regression, and the activ
 leads from the inputs of an MLP to those of its last layer. Each of these is checked: blocks that are built otherwise
 are not rebuilt.
 
-With factors U V^T beside the layers that write the stream, and with the outputs of attention held as they were, the
-inputs of the head follow as a function of the factors. In the model the outputs of attention would change too.
+The vectors v, norms and activations are found once. A later pass, with factors U V^T beside the layers that write the
+stream, shows r, and with it the stream at its places. With the outputs of attention held as they were there, the inputs
+of the head follow as a function of the factors. In the model the outputs of attention would change too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -164,22 +165,31 @@ def missed(found: Tensor, real: Tensor) -> float:
     return float(torch.linalg.vector_norm(found - real) / torch.linalg.vector_norm(real).clamp_min(1e-30))
 
 
-def ends_of_stream(n_PD: Tensor, n_0_PD: Tensor, sum_PD: Tensor) -> Tensor | None:
-    """Returns the stream behind the last block, h_1 (P, D) in float64; None: it has not these ends.
+def ends_of_stream(n_PD: Tensor, n_0_PD: Tensor, sum_PD: Tensor, by_2D: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns the stream behind the last block, h_1 (P, D) in float64, and (v_1, v_0), (2, D).
 
     Args:
         n_PD: inputs of the head.
         n_0_PD: inputs of the first layer of the first block.
         sum_PD: S.
+        by_2D: (v_1, v_0), if they are known from other places.
+
+    Raises:
+        NotRebuiltError: it has not these ends.
     """
+    if n_PD.shape != sum_PD.shape:
+        raise NotRebuiltError("the blocks do not write to the inputs of the head")
     a_PD, b_PD, sum_PD = n_PD.double(), -n_0_PD.double(), sum_PD.double()
-    v_2D, r_2P = torch.ones(2, a_PD.shape[1], dtype=torch.float64), torch.ones(2, len(a_PD), dtype=torch.float64)
-    for _ in range(SWEEPS):
-        r_2P = _pairs(a_PD * v_2D[0], b_PD * v_2D[1], sum_PD, 1)
+    v_2D = torch.ones(2, a_PD.shape[1], dtype=torch.float64) if by_2D is None else by_2D
+    r_2P = _pairs(a_PD * v_2D[0], b_PD * v_2D[1], sum_PD, 1)
+    for _ in range(SWEEPS if by_2D is None else 0):
         v_2D = _pairs(a_PD * r_2P[0, :, None], b_PD * r_2P[1, :, None], sum_PD, 0)
+        r_2P = _pairs(a_PD * v_2D[0], b_PD * v_2D[1], sum_PD, 1)
     h_PD = a_PD * v_2D[0] * r_2P[0, :, None]
     h_0_PD = -b_PD * v_2D[1] * r_2P[1, :, None]
-    return h_PD if missed(h_PD - h_0_PD, sum_PD) < CLOSE else None
+    if missed(h_PD - h_0_PD, sum_PD) >= CLOSE:
+        raise NotRebuiltError("the outputs of the blocks do not sum up to the stream")
+    return h_PD, v_2D
 
 
 def _pairs(a_PD: Tensor, b_PD: Tensor, sum_PD: Tensor, dim: int) -> Tensor:
@@ -192,7 +202,7 @@ def _pairs(a_PD: Tensor, b_PD: Tensor, sum_PD: Tensor, dim: int) -> Tensor:
 
 
 class LastBlocks:
-    """Rebuilt blocks, and the inputs of the head as a function of factors beside their layers.
+    """The last blocks of a model, rebuilt.
 
     Args:
         blocks: their layers.
@@ -201,7 +211,6 @@ class LastBlocks:
         weights: reads the weight and the bias of a layer.
 
     Attributes:
-        n_PD: the inputs of the head without factors, as they are rebuilt.
         size: root mean square of the stream behind the last block.
 
     Raises:
@@ -216,30 +225,21 @@ class LastBlocks:
         weights: Callable[[Target], Affine],
     ) -> None:
         self._blocks = blocks
-        lasts, added = dict[str, Affine](), dict[str, Tensor]()
+        self._writers, added = dict[str, Affine](), dict[str, Tensor]()
         for block in blocks:
             for target in (block.attention, block.mlp):
                 layer = weights(target)  # one at a time in float32
                 added[target.name] = inputs[name_of(target)] @ layer[0].T + layer[1]
-                if target is block.mlp:
-                    lasts[target.name] = _kept(layer)
+                self._writers[target.name] = _kept(layer)
         total_PD = torch.stack([*added.values()]).sum(0)
-        h_1_PD = ends_of_stream(n_PD, inputs[name_of(blocks[0].entrance)], total_PD)
-        if h_1_PD is None:
-            raise NotRebuiltError("the outputs of the blocks do not sum up to the stream")
-        h_PD = (h_1_PD - total_PD).float()
-        self._start_PD, self.size = h_PD, float(h_1_PD.square().mean().sqrt())
-        self._attention: list[tuple[Tensor, Tensor]] = []
+        h_1_PD, self._by_2D = ends_of_stream(n_PD, inputs[name_of(blocks[0].entrance)], total_PD)
+        h_PD, self.size = (h_1_PD - total_PD).float(), float(h_1_PD.square().mean().sqrt())
         self._mlps: list[Mlp] = []
         for block in blocks:
-            self._attention.append((inputs[name_of(block.attention)], added[block.attention.name]))
             h_PD = h_PD + added[block.attention.name]
-            self._mlps.append(_mlp(block, h_PD, inputs, weights, lasts[block.mlp.name]))
+            self._mlps.append(_mlp(block, h_PD, inputs, weights, self._writers[block.mlp.name]))
             h_PD = h_PD + added[block.mlp.name]
         self._norm_D = _norm(h_PD, n_PD)
-        self.n_PD = self.of({}, torch.arange(len(n_PD)))
-        if missed(self.n_PD, n_PD) > CLOSE:
-            raise NotRebuiltError("what is rebuilt differs from the inputs of the head")
 
     @staticmethod
     def watched(blocks: Sequence[Block]) -> list[str]:
@@ -247,20 +247,62 @@ class LastBlocks:
         inner = [[block.attention, block.readers[0], block.mlp] for block in blocks]
         return [name_of(target) for target in [blocks[0].entrance, *(target for part in inner for target in part)]]
 
-    def of(self, factors: Factors, places_P: Tensor) -> Tensor:
-        """Returns the inputs of the head at places, (P, D), with U V^T beside these layers."""
-        h_PD = self._start_PD[places_P]
-        for block, (x_PI, y_PD), mlp in zip(self._blocks, self._attention, self._mlps, strict=True):
-            h_PD = h_PD + y_PD[places_P]
-            if block.attention.name in factors:
-                u_DR, v_IR = factors[block.attention.name]
-                h_PD = h_PD + (x_PI[places_P] @ v_IR) @ u_DR.T
+    def seen(self, inputs: Mapping[str, Tensor], n_PD: Tensor, factors: Factors) -> "Stream":
+        """Returns the stream at some places, as a pass with these factors beside the layers shows it.
+
+        Args:
+            inputs: module name -> inputs of the layer, (P, I): of `watched`.
+            n_PD: inputs of the head.
+            factors: of layers that write to the stream.
+
+        Raises:
+            NotRebuiltError: these places do not follow from the blocks.
+        """
+        total_PD, attention = torch.zeros_like(n_PD), []
+        for block in self._blocks:
+            x_PI = inputs[name_of(block.attention)]
+            attention.append((x_PI, product(x_PI, self._writers[block.attention.name])))
+            total_PD += attention[-1][1] + product(inputs[name_of(block.mlp)], self._writers[block.mlp.name])
+            for target in (block.attention, block.mlp):
+                total_PD += _beside(inputs[name_of(target)], factors.get(target.name))
+        h_1_PD, _ = ends_of_stream(n_PD, inputs[name_of(self._blocks[0].entrance)], total_PD, self._by_2D)
+        found = Stream(self._blocks, self._mlps, self._norm_D, (h_1_PD - total_PD).float(), attention)
+        if missed(found.of(factors), n_PD) > CLOSE:
+            raise NotRebuiltError("what is rebuilt differs from the inputs of the head")
+        return found
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The stream at P places, with the outputs of attention held.
+
+    Attributes:
+        blocks: rebuilt blocks.
+        mlps: of each block.
+        norm_D: weights of the norm before the head.
+        start_PD: the stream before the first block.
+        attention: of each block, inputs (P, I) and outputs (P, D) of the layer by which it writes, without factors.
+    """
+
+    blocks: Sequence[Block]
+    mlps: Sequence[Mlp]
+    norm_D: Tensor
+    start_PD: Tensor
+    attention: Sequence[tuple[Tensor, Tensor]]
+
+    def of(self, factors: Factors) -> Tensor:
+        """Returns the inputs of the head, (P, D), with U V^T beside these layers."""
+        h_PD = self.start_PD
+        for block, (x_PI, y_PD), mlp in zip(self.blocks, self.attention, self.mlps, strict=True):
+            h_PD = h_PD + y_PD + _beside(x_PI, factors.get(block.attention.name))
             a_PI = mlp.inside(h_PD)
-            h_PD = h_PD + product(a_PI, mlp.last)
-            if block.mlp.name in factors:
-                u_DR, v_IR = factors[block.mlp.name]
-                h_PD = h_PD + (a_PI @ v_IR) @ u_DR.T
-        return self._norm_D * normalised(h_PD)
+            h_PD = h_PD + product(a_PI, mlp.last) + _beside(a_PI, factors.get(block.mlp.name))
+        return self.norm_D * normalised(h_PD)
+
+
+def _beside(x_PI: Tensor, factors: tuple[Tensor, Tensor] | None) -> Tensor | float:
+    """Returns U V^T x."""
+    return 0.0 if factors is None else (x_PI @ factors[1]) @ factors[0].T
 
 
 class NotRebuiltError(Exception):

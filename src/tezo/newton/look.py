@@ -17,9 +17,11 @@ inputs, V^T x about 1, by which labels get a bias. So columns mean the same in a
 proposed. The change that a column predicts for each row of the step, by regressions with and without that row, is kept
 beside it: a direction promises more of these rows than it does for others.
 
-Free text has another regression (`text`), and one direction: all that it found.
+Free text has one direction: all that the last blocks have learnt in a `sweep` over batches, or, where they cannot be
+rebuilt or all rows are the same ones again, all that a regression of the last layer (`text`) has found.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,10 +44,14 @@ from tezo.directions.bases.basis import (
 from tezo.directions.outputs import Outputs, errors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.newton.labels import Layout, common, contrasts, is_biased, regress
-from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder
-from tezo.newton.text import Seen, fit_text, text_layers
+from tezo.newton.last_blocks import NotRebuiltError, name_of
+from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, finite
+from tezo.newton.sweep import BATCHES, ROWS, blocks_to_sweep, sweep
+from tezo.newton.text import Pair, Seen, fit_text
 from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 MOST_ROWS, MOST_LABELLED = 256, 1024
 """Rows of a look, at most; of labelled rows the first look finds the layers that may be changed."""
@@ -202,10 +208,10 @@ class ErrorBasis(DataBasis[Look]):
         rows = _rows(source, refresh_step, count)
         passes += len(rows.places())
         if rows.are_texts:
-            return self._of_text(source, rows, tried[-1], passes)
+            return self._of_text(refresh_step, source, rows, tried[-1])
         recorded = InputRecorder(tried)
         with rows.watching(model, recorded):
-            outputs = _finite(rows.outputs())
+            outputs = finite(rows.outputs())
         if not recorded.found:
             raise RequestError(
                 "method.basis: no linear layer that is tuned has an input for each token of a row; choose others with "
@@ -232,21 +238,30 @@ class ErrorBasis(DataBasis[Look]):
         rows = _rows(source, refresh_step, self._rows_to_record(layers, MOST_LABELLED))
         recorded = InputRecorder(layers)
         with rows.watching(source.model, recorded):
-            return LabelledRows(recorded, _finite(rows.outputs()), rows.stepped, len(rows.places()))
+            return LabelledRows(recorded, finite(rows.outputs()), rows.stepped, len(rows.places()))
 
-    def _of_text(self, source: Source, rows: RowOutputs, target: Target, passes: int) -> Look:
-        places = sum(len(each.place_P) for each in rows.places() if each is not None)
+    def _of_text(self, refresh_step: int, source: Source, rows: RowOutputs, target: Target) -> Look:
+        def of_batch(number: int) -> RowOutputs:
+            return _rows(source, refresh_step * BATCHES + number, ROWS)
+
         every = select_targets(source.model, (ALL_LINEAR,))
         budget = max(LEAST_BLOCK_BYTES, sum(each.parameter.nbytes for each in every))
-        blocks, layers = text_layers(every, target, places, budget)
-        seen = [Seen.of(source.model, part, layers) for part in (rows, rows.held_out) if part is not None]
-        _finite(seen[0].outputs)
+        blocks = blocks_to_sweep(every, target, of_batch(0), budget) if source.varied else []
+        try:
+            if blocks:
+                return self._of_layers(*sweep(source.model, target, blocks, of_batch, self._ranks, refresh_step))
+        except NotRebuiltError as error:
+            logger.info("Free text changes the last layer alone: %s.", error)
+        seen = [Seen.of(source.model, part, [name_of(target)]) for part in (rows, rows.held_out) if part is not None]
+        found, more = fit_text(source.model, target, seen, self._ranks[target.name])
+        return self._of_layers({target.name: found}, more + sum(len(part.rows.places()) for part in seen))
+
+    def _of_layers(self, found: Mapping[str, Pair], passes: int) -> Look:
+        """Returns the look with these factors, and one direction: all of them."""
         v = {each.name: torch.zeros(input_size(each), self._ranks[each.name]).double() for each in self._targets}
-        found, more = fit_text(source.model, target, blocks, seen, self._ranks)
         v |= {name: v_IR for name, (_, v_IR) in found.items()}
-        whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
-        passes += more + sum(len(part.rows.places()) for part in seen[1:])
         u = {name: u_MR for name, (u_MR, _) in found.items()}
+        whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
         return Look(inputs=v, outputs=u, proposals=whole_1R, passes=passes)
 
     def _rows_to_record(self, targets: Sequence[Target], most: int) -> int:
@@ -259,14 +274,6 @@ def _rows(source: Source, refresh_step: int, count: int) -> RowOutputs:
     assert source.rows is not None
     rows: RowOutputs = source.rows(refresh_step, count)
     return rows
-
-
-def _finite(outputs: Outputs) -> Outputs:
-    """Returns outputs; raises a `FloatingPointError` where their loss is NaN or infinite."""
-    loss = outputs.loss()
-    if not math.isfinite(loss):
-        raise FloatingPointError(loss)
-    return outputs
 
 
 def look_at_labels(

@@ -197,3 +197,11 @@ class InputRecorder(Watcher):
     def output_size(self, name: str) -> float:
         """Returns the root mean square of a layer's outputs."""
         return math.sqrt(sum(self._squares[name]) / len(self._squares[name]))
+
+
+def finite(outputs: Outputs) -> Outputs:
+    """Returns outputs; raises a `FloatingPointError` where their loss is NaN or infinite."""
+    loss = outputs.loss()
+    if not math.isfinite(loss):
+        raise FloatingPointError(loss)
+    return outputs

@@ -1,32 +1,30 @@
-"""Free text: a regression through the output head finds the change of the last layers that makes the rows likelier.
+"""Free text: the loss as a function of the inputs of the head, and a regression of the last layer on it.
 
 A pass over P tokens of answers gives the inputs x_p of layers, the inputs h_p of the output head, and how likely C
-tokens are there: the right ones, and those that are likely somewhere. With factors U V^T beside layers the inputs of
-the head become h_p(U, V), and the scores of these tokens
+tokens are there: the right ones, and those that are likely somewhere. With inputs h of the head, the scores of these
+tokens are
 
-    z_pc = k H_c . h_p(U, V),
+    z_pc = k H_c . h_p,
 
 H_c the rows of the head, k the factor by which the model scales its scores; the sum of exp z over all other tokens
-grows as that over some of them drawn at random. So U (M x r) and V (I x r) are a multinomial regression, and no pass of
-the model is needed to fit it: Adam, from U = 0 and the leading directions of x, along which its mean square is 1 / r.
-It ends where the loss of held-out rows, the dev rows of a run, is lowest. Without such rows a quarter of the examples
-is held out, and the fit is done once more with all of them, in as many steps.
+grows as that over some of them drawn at random. So the loss of any h_p follows without the model (`Text.loss`).
 
-h_p(U, V) is that of the last blocks of the model, if they can be rebuilt (`last_blocks`). Else U V^T is beside the last
-layer alone. A second pass adds noise n_p to its outputs then, and the change d_p of h shows how much of each output
-arrives at each place:
+Where the last blocks of a model can be rebuilt, `sweep` learns from it. Else U V^T is beside the last layer alone, with
+U (M x r) and V (I x r) by a multinomial regression. A second pass adds noise n_p to the outputs of that layer, and the
+change d_p of h shows how much of each output arrives at each place:
 
     g_m = sum_p d_pm n_pm / sum_p n_pm^2,   s_p = sum_m d_pm g_m n_pm / sum_m (g_m n_pm)^2,
     h_p(U, V) = N(h_p + g * (U V^T s_p x_p)),
 
-s shrunk towards 1 as far as it differs by chance; N keeps the length of h / g.
+s shrunk towards 1 as far as it differs by chance; N keeps the length of h / g. Adam fits U and V, from U = 0 and the
+leading directions of x, along which its mean square is 1 / r. It ends where the loss of held-out rows, the dev rows of
+a run, is lowest. Without such rows a quarter of the examples is held out, and the fit is done once more with all of
+them, in as many steps.
 """
 
 import itertools
-import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,34 +32,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tezo.directions.bases.basis import input_size, output_size
+from tezo.directions.bases.basis import output_size
 from tezo.directions.outputs import RARE, Outputs, Places
 from tezo.directions.random import normal
 from tezo.directions.targets import Target, output_head
 from tezo.forward.engine import HEAD, LayerInputs
 from tezo.forward.watching import Watcher, at_places
-from tezo.newton.last_blocks import WEIGHTS, Block, Factors, LastBlocks, NotRebuiltError, last_blocks, name_of
-from tezo.newton.recording import NUDGE
+from tezo.newton.last_blocks import name_of
+from tezo.newton.recording import NUDGE, finite
 from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
 from tezo.system.signals import let_interrupt
 
-logger = logging.getLogger(__name__)
-
 MOST_TOKENS = 4096
 """Tokens of answers that are kept, evenly spaced among all: with I + D numbers each, in float32."""
-MOST_CLASSES, OTHERS = 4096, 512
+MOST_CLASSES, OTHERS = 4096, 2048
 """Tokens whose scores are followed one by one, at most, unless more are right somewhere; and how many of all others."""
 HELD_OUT = 4
 """One of so many examples is held out, to end by."""
 EPOCHS, PATIENCE, AT_ONCE, SEEN_AT_ONCE = 40, 3, 128, 512
 """Most passes over the tokens, those without a gain, tokens of a step, and tokens whose loss is computed at a time."""
 RATE = 4e-3
-"""Rate of Adam, in units of V^T x and of scores, over the square root of the number of layers. With one layer, in a
-trial on completions with a decoder of 135M parameters, 0.002 came to nearly the same on other rows, and 0.01 to a
-little less."""
-LAST_BLOCKS = 1 / 3
-"""Blocks that are rebuilt, the last ones, as a part of all."""
+"""Rate of Adam, in units of V^T x and of scores. In a trial on completions with a decoder of 135M parameters, 0.002
+came to nearly the same on other rows, and 0.01 to a little less."""
 LEAST_ARRIVES = 0.25
 """Least part of the change of h that g explains."""
 LEAST_GAIN = 0.05
@@ -131,109 +124,42 @@ def fits_text(model: Any) -> bool:
     return bool(getattr(output_head(model), "in_features", 0) == model.config.get_text_config().hidden_size)
 
 
-def text_layers(targets: Sequence[Target], last: Target, places: int, budget: int) -> tuple[list[Block], list[str]]:
-    """Returns the blocks that a look at free text may rebuild, and the modules whose inputs it keeps.
-
-    Args:
-        targets: all linear layers, in the order of the model.
-        last: the last one that is tuned.
-        places: tokens of answers in the rows.
-        budget: bytes that the inputs and weights of blocks may take.
-    """
-    kept = min(places, MOST_TOKENS)
-    found = last_blocks(targets, output_size(last))
-    size = max(
-        (sum(4 * kept * input_size(t) + WEIGHTS.itemsize * t.shape.numel() for t in _all_of(block)) for block in found),
-        default=1,
-    )
-    count = min(math.ceil(LAST_BLOCKS * len(found)), budget // size)
-    blocks = found[len(found) - count :]
-    return blocks, LastBlocks.watched(blocks) if blocks else [name_of(last)]
+Pair = tuple[Tensor, Tensor]
+"""U (M, r) and V (I, r) of a layer."""
 
 
-def _all_of(block: Block) -> list[Target]:
-    return [block.attention, *block.readers, block.mlp]
-
-
-class States(ABC):
-    """The inputs of the output head at places, as a function of the factors of layers.
-
-    Attributes:
-        start: parameter name -> (U (D, r), V (I, r)) at the start of the fit, in the units of Adam.
-        h_PD: the inputs of the head at the start.
-    """
-
-    start: dict[str, tuple[Tensor, Tensor]]
-    h_PD: Tensor
-
-    @abstractmethod
-    def of(self, factors: Factors, places_P: Tensor) -> Tensor:
-        """Returns the inputs of the head with these factors, in the units of Adam, (P, D)."""
-
-    @abstractmethod
-    def scaled(self, factors: Factors) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns factors in the units of the model, float64, of those in the units of Adam."""
-
-
-class LastLayer(States):
+class LastLayer:
     """One layer whose outputs arrive at the head; see the module.
 
     Args:
-        name: of its parameter.
         x_PI: its inputs, float32, times s.
         h_PD: inputs of the head.
         gain_D: g.
         unit: of the entries of g U.
         rank: r.
+
+    Attributes:
+        start: (U, V) at the start of the fit, in the units of Adam.
     """
 
-    def __init__(self, name: str, x_PI: Tensor, h_PD: Tensor, gain_D: Tensor, unit: float, rank: int) -> None:
-        self._name, self.h_PD, self._per_D, self._unit = name, h_PD, reciprocal(gain_D), unit
+    def __init__(self, x_PI: Tensor, h_PD: Tensor, gain_D: Tensor, unit: float, rank: int) -> None:
+        self._h_PD, self._per_D, self._unit = h_PD, reciprocal(gain_D), unit
         self._length_P = torch.linalg.vector_norm(h_PD * self._per_D, dim=1)
         self._size = size_of(x_PI)
         self._x_PI = x_PI / self._size
-        self.start = {name: (torch.zeros(h_PD.shape[1], rank), leading(self._x_PI, rank))}
+        self.start: Pair = torch.zeros(h_PD.shape[1], rank), leading(self._x_PI, rank)
 
-    def of(self, factors: Factors, places_P: Tensor) -> Tensor:
-        u_DR, v_IR = factors[self._name]
-        h_PD = self.h_PD[places_P] + self._unit * (self._x_PI[places_P] @ v_IR) @ u_DR.T
+    def of(self, factors: Pair, places_P: Tensor) -> Tensor:
+        """Returns the inputs of the head at places, (P, D), with these factors in the units of Adam."""
+        u_DR, v_IR = factors
+        h_PD = self._h_PD[places_P] + self._unit * (self._x_PI[places_P] @ v_IR) @ u_DR.T
         longer_P: Tensor = torch.linalg.vector_norm(h_PD * self._per_D, dim=1) / self._length_P[places_P]
         return h_PD / longer_P.unsqueeze(1)
 
-    def scaled(self, factors: Factors) -> dict[str, tuple[Tensor, Tensor]]:
-        u_DR, v_IR = factors[self._name]
-        return {
-            self._name: (self._per_D.double().unsqueeze(1) * self._unit * u_DR.double(), v_IR.double() / self._size)
-        }
-
-
-class Rebuilt(States):
-    """The layers of rebuilt blocks.
-
-    Args:
-        blocks: the blocks.
-        inputs: parameter name -> inputs of each layer that has factors.
-        unit: of the entries of U by the inputs of the head.
-        ranks: parameter name -> r.
-    """
-
-    def __init__(self, blocks: LastBlocks, inputs: Mapping[str, Tensor], unit: float, ranks: Mapping[str, int]) -> None:
-        self._blocks, self.h_PD = blocks, blocks.n_PD
-        self._unit = unit * blocks.size / size_of(blocks.n_PD)
-        self._sizes = {name: size_of(x_PI) for name, x_PI in inputs.items()}
-        self.start = {
-            name: (torch.zeros(self.h_PD.shape[1], ranks[name]), leading(x_PI / self._sizes[name], ranks[name]))
-            for name, x_PI in inputs.items()
-        }
-
-    def of(self, factors: Factors, places_P: Tensor) -> Tensor:
-        return self._blocks.of(self._in_units(factors), places_P)
-
-    def scaled(self, factors: Factors) -> dict[str, tuple[Tensor, Tensor]]:
-        return self._in_units({name: (u_DR.double(), v_IR.double()) for name, (u_DR, v_IR) in factors.items()})
-
-    def _in_units(self, factors: Factors) -> dict[str, tuple[Tensor, Tensor]]:
-        return {name: (self._unit * u_DR, v_IR / self._sizes[name]) for name, (u_DR, v_IR) in factors.items()}
+    def scaled(self, factors: Pair) -> Pair:
+        """Returns factors in the units of the model, float64, of those in the units of Adam."""
+        u_DR, v_IR = factors
+        return self._per_D.double().unsqueeze(1) * self._unit * u_DR.double(), v_IR.double() / self._size
 
 
 @dataclass(frozen=True)
@@ -255,7 +181,7 @@ class Seen:
         """Passes the rows through the model, and keeps the inputs of these layers."""
         record = TextRecord(layers)
         with rows.watching(model, record):
-            return cls(rows, record, rows.outputs())
+            return cls(rows, record, finite(rows.outputs()))
 
     @property
     def tokens(self) -> Tensor:
@@ -275,29 +201,41 @@ class Seen:
         held_P: Tensor = number_P % HELD_OUT == 0
         return held_P
 
+    @property
+    def head_inputs(self) -> Tensor:
+        """The inputs of the head, (P, D)."""
+        return torch.cat(self.record.h)
+
     def inputs(self, layer: str) -> Tensor:
-        """Returns the inputs of a layer, or of the head, (P, I)."""
-        return torch.cat(self.record.h if layer == HEAD else self.record.x[layer])
+        """Returns the inputs of a layer, (P, I)."""
+        return torch.cat(self.record.x[layer])
 
 
-def fit_text(
-    model: nn.Module,
-    target: Target,
-    blocks: Sequence[Block],
-    seen: Sequence[Seen],
-    ranks: Mapping[str, int],
-) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
-    """Returns (parameter name -> (U (M, r), V (I, r)) of the layers that are changed, float64; further model calls).
+def fit_text(model: nn.Module, target: Target, seen: Sequence[Seen], rank: int) -> tuple[Pair, int]:
+    """Returns (U (M, r), V (I, r)) of the last layer, float64, and the further calls of the model.
 
     Args:
         model: the model.
         target: the last layer.
-        blocks: blocks that may be rebuilt; none: the last layer is changed alone.
         seen: the rows that are fitted, and rows that are held out, if there are any.
-        ranks: parameter name -> r.
+        rank: r.
 
     Raises:
         RequestError: the last layer does not write to the input of the head.
+    """
+    text, h_PD = readout(model, target, seen), torch.cat([each.head_inputs for each in seen])
+    own, *others = (len(each.tokens) for each in seen)
+    held_P = torch.arange(len(h_PD)) >= own if others else seen[0].held
+    layer = _last_layer(model, target, seen, h_PD, text.unit, rank)
+    calls = sum(len(each.rows.places()) for each in seen)
+    return layer.scaled(text.fit(layer, held_P, again=not others)), calls
+
+
+def readout(model: nn.Module, target: Target, seen: Sequence[Seen]) -> "Text":
+    """Returns the loss of rows as a function of the inputs of the head.
+
+    Raises:
+        RequestError: the last layer, the target, does not write to these.
     """
     head, first = output_head(model), seen[0]
     if head is None or not first.record.h or first.record.h[0].shape[1] != output_size(target):
@@ -305,17 +243,8 @@ def fit_text(
     tokens_PK = torch.cat([each.tokens for each in seen])
     tokens_C, vocabulary = tokens_of(tokens_PK), int(head.out_features)  # type: ignore[arg-type]
     weight_XD, bias_X = first.rows.layer_rows(model, HEAD, with_others(tokens_C, vocabulary), first.record.like)
-    count, h_PD = len(tokens_C), torch.cat([each.inputs(HEAD) for each in seen])
-    head_of = weight_XD[:count], bias_X[:count], weight_XD[count:]
-    text = Text(h_PD, head_of, tokens_C, tokens_PK, torch.cat([each.log_probs for each in seen]))
-    own, *others = (len(each.tokens) for each in seen)
-    held_P = torch.arange(len(h_PD)) >= own if others else first.held
-    rebuilt = _rebuilt(model, blocks, seen, h_PD, text.unit, ranks)
-    if rebuilt is not None:
-        return rebuilt.scaled(text.fit(rebuilt, held_P, again=not others)), 0
-    layer = _last_layer(model, target, seen, h_PD, text.unit, ranks[target.name])
-    calls = sum(len(each.rows.places()) for each in seen)
-    return layer.scaled(text.fit(layer, held_P, again=not others)), calls
+    count, h_PD = len(tokens_C), torch.cat([each.head_inputs for each in seen])
+    return Text(h_PD, (weight_XD, bias_X), tokens_C, tokens_PK, torch.cat([each.log_probs for each in seen]))
 
 
 def _not_added(target: Target) -> RequestError:
@@ -341,34 +270,7 @@ def _last_layer(
         raise _not_added(target)
     gain_M, share_P = gains
     x_PI = torch.cat([each.inputs(name_of(target)) for each in seen]) * share_P.unsqueeze(1)
-    return LastLayer(target.name, x_PI, h_PD, gain_M, unit, rank)
-
-
-def _rebuilt(
-    model: nn.Module,
-    blocks: Sequence[Block],
-    seen: Sequence[Seen],
-    h_PD: Tensor,
-    unit: float,
-    ranks: Mapping[str, int],
-) -> Rebuilt | None:
-    """Returns the blocks; None: they cannot be rebuilt."""
-    if not blocks or not all(each.record.is_whole for each in seen):
-        return None
-    inputs = {name: torch.cat([each.inputs(name) for each in seen]) for name in seen[0].record.x}
-    rows, like = seen[0].rows, seen[0].record.like
-
-    def weights(layer: Target) -> tuple[Tensor, Tensor]:
-        return rows.layer_rows(model, name_of(layer), None, like.new_zeros(0, input_size(layer)))
-
-    try:
-        found = LastBlocks(blocks, inputs, h_PD, weights)
-    except NotRebuiltError as error:
-        logger.info("Free text changes the last layer alone: %s.", error)
-        return None
-    writers = [target for block in blocks for target in (block.attention, block.mlp)]
-    changed = {target.name: inputs[name_of(target)] for target in writers if target.name in ranks}
-    return Rebuilt(found, changed, unit, ranks)
+    return LastLayer(x_PI, h_PD, gain_M, unit, rank)
 
 
 def arrives(change_PM: Tensor, noise_PM: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -415,8 +317,8 @@ class Text:
 
     Args:
         h_PD: inputs of the head, float32.
-        head: (rows of the head for C tokens (C, D), their bias (C,), rows for some others).
-        tokens_C: these tokens, ascending.
+        head: (rows of the head for C tokens, and some others (C + S, D), their bias (C + S,)).
+        tokens_C: the C tokens, ascending.
         tokens_PK: the right token and likely ones at each place.
         log_probs_PK: of these, by the model.
 
@@ -427,81 +329,77 @@ class Text:
     def __init__(
         self,
         h_PD: Tensor,
-        head: tuple[Tensor, Tensor, Tensor],
+        head: tuple[Tensor, Tensor],
         tokens_C: Tensor,
         tokens_PK: Tensor,
         log_probs_PK: Tensor,
     ) -> None:
         class_PK = torch.searchsorted(tokens_C, tokens_PK).clamp_max(len(tokens_C) - 1)
-        self._right_P, self._h_PD = class_PK[:, 0], h_PD
-        weight_CD, bias_C, others_SD = head
-        z_PC = h_PD @ weight_CD.T + bias_C
+        self._right_P, self._count = class_PK[:, 0], len(tokens_C)
+        weight_XD, bias_X = head
+        z_PC = h_PD @ weight_XD[: self._count].T + bias_X[: self._count]
         own_PK = z_PC.gather(1, class_PK)
         aside_PK, said_PK = own_PK - own_PK[:, :1], log_probs_PK - log_probs_PK[:, :1]
         aside_PK = aside_PK * (tokens_C[class_PK] == tokens_PK)
         scale = float((aside_PK * said_PK).sum() / aside_PK.square().sum().clamp_min(1e-30))
-        self._bias_C, self._weight_CD, self._others_SD = scale * bias_C, scale * weight_CD, scale * others_SD
+        self._weight_XD, self._bias_X = scale * weight_XD, scale * bias_X
         norm_P = scale * own_PK[:, 0] - log_probs_PK[:, 0]  # the logarithm of the sum over the vocabulary
         rest_P = 1 - (scale * z_PC - norm_P.unsqueeze(1)).exp().sum(1)
-        self._rest_P = norm_P + rest_P.clamp_min(RARE).log()
-        apart_CD = self._weight_CD - self._weight_CD.mean(0)
+        said_P = (h_PD @ self._weight_XD[self._count :].T + self._bias_X[self._count :]).logsumexp(1)
+        self._rest_P = norm_P + rest_P.clamp_min(RARE).log() - torch.where(said_P.isfinite(), said_P, 0.0)
+        apart_CD = self._weight_XD[: self._count] - self._weight_XD[: self._count].mean(0)
         self.unit = 1 / float(apart_CD.square().sum(1).mean().sqrt().clamp_min(1e-30))
 
     def loss(self, h_PD: Tensor, places_P: Tensor) -> Tensor:
         """Returns the mean loss of some places, whose inputs of the head are these."""
+        z_PX = h_PD @ self._weight_XD.T + self._bias_X
         rest_P = self._rest_P[places_P]
-        if count := len(self._others_SD):
-            rest_P = rest_P + ((h_PD - self._h_PD[places_P]) @ self._others_SD.T).logsumexp(1) - math.log(count)
-        z_PC = h_PD @ self._weight_CD.T + self._bias_C
-        return functional.cross_entropy(torch.cat([z_PC, rest_P.unsqueeze(1)], 1), self._right_P[places_P])
+        if self._count < z_PX.shape[1]:
+            rest_P = rest_P + z_PX[:, self._count :].logsumexp(1)
+        z_PC = torch.cat([z_PX[:, : self._count], rest_P.unsqueeze(1)], 1)
+        return functional.cross_entropy(z_PC, self._right_P[places_P])
 
-    def fit(self, states: States, held_P: Tensor, *, again: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    def fit(self, layer: LastLayer, held_P: Tensor, *, again: bool) -> Pair:
         """Returns factors in the units of Adam; U is 0 where nothing is gained on held-out places.
 
         Args:
-            states: the inputs of the head as a function of the factors.
+            layer: the inputs of the head as a function of the factors.
             held_P: bool, which places are held out.
             again: whether all places are fitted in the end, in as many steps.
         """
         held, fitted = held_P.nonzero()[:, 0], (~held_P).nonzero()[:, 0]
-        best, epochs, found = torch.inf, 0, states.start
-        for epoch, factors in enumerate(self._epochs(states, fitted) if len(fitted) else ()):
-            now = self._mean_loss(states, factors, held)
+        best, epochs, found = torch.inf, 0, layer.start
+        for epoch, (u_DR, v_IR) in enumerate(self._epochs(layer, fitted) if len(fitted) else ()):
+            now = self._mean_loss(layer, (u_DR, v_IR), held)
             if now < best:
-                best, epochs = now, epoch
-                found = {name: (u_DR.detach().clone(), v_IR.detach().clone()) for name, (u_DR, v_IR) in factors.items()}
+                best, epochs, found = now, epoch, (u_DR.detach().clone(), v_IR.detach().clone())
             elif epoch >= epochs + PATIENCE:
                 break
         if not again:
             return found
         epochs = math.ceil(epochs * len(fitted) / len(held_P))
-        every = self._epochs(states, torch.arange(len(held_P)))
-        last = next(itertools.islice(every, epochs, None))
-        return {name: (u_DR.detach(), v_IR.detach()) for name, (u_DR, v_IR) in last.items()}
+        u_DR, v_IR = next(itertools.islice(self._epochs(layer, torch.arange(len(held_P))), epochs, None))
+        return u_DR.detach(), v_IR.detach()
 
     @torch.no_grad()
-    def _mean_loss(self, states: States, factors: Factors, places_P: Tensor) -> float:
+    def _mean_loss(self, layer: LastLayer, factors: Pair, places_P: Tensor) -> float:
         parts = torch.split(places_P, SEEN_AT_ONCE)
-        return sum(float(self.loss(states.of(factors, part), part)) * len(part) for part in parts) / len(places_P)
+        return sum(float(self.loss(layer.of(factors, part), part)) * len(part) for part in parts) / len(places_P)
 
-    def _epochs(self, states: States, places_P: Tensor) -> Iterator[Factors]:
+    def _epochs(self, layer: LastLayer, places_P: Tensor) -> Iterator[Pair]:
         """Yields factors at the start and after each pass over these places."""
-        factors = {
-            name: (u.clone().requires_grad_(), v.clone().requires_grad_()) for name, (u, v) in states.start.items()
-        }
-        every = [factor for pair in factors.values() for factor in pair]
-        adam = torch.optim.Adam(every, lr=RATE / math.sqrt(len(factors)))
+        u_DR, v_IR = (factor.clone().requires_grad_() for factor in layer.start)
+        adam = torch.optim.Adam([u_DR, v_IR], lr=RATE)
         generator = torch.Generator().manual_seed(0)
-        yield factors
+        yield u_DR, v_IR
         for _ in range(EPOCHS):
             for part in torch.split(places_P[torch.randperm(len(places_P), generator=generator)], AT_ONCE):
                 let_interrupt()
                 with torch.enable_grad():
-                    gradients = torch.autograd.grad(self.loss(states.of(factors, part), part), every)
-                for factor, gradient in zip(every, gradients, strict=True):
-                    factor.grad = gradient
+                    loss = self.loss(layer.of((u_DR, v_IR), part), part)
+                    u_DR.grad, v_IR.grad = torch.autograd.grad(loss, [u_DR, v_IR])
                 adam.step()
-            yield factors
+            yield u_DR, v_IR
 
 
 def leading(x_PI: Tensor, rank: int) -> Tensor:

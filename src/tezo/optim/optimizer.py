@@ -361,7 +361,7 @@ class ZerothOrderOptimizer(HookedOptimizer):
             passes = lambda _: closure()  # noqa: E731
         if rows is None and isinstance(closure, RowOutputs):
             rows = lambda *_: closure  # noqa: E731
-        return Source(self.model, passes, rows)
+        return Source(self.model, passes, rows, varied=self._rows is not None)
 
     def set_passes(self, passes: Passes) -> None:
         if not takes(passes, 0):

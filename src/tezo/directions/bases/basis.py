@@ -45,11 +45,13 @@ class Source:
         model: the tuned model, in evaluation mode.
         passes: runs forward passes; None: no rows are known.
         rows: returns rows with their outputs; None: no such rows are known.
+        varied: whether rows of other steps are other rows.
     """
 
     model: nn.Module
     passes: Passes | None
     rows: RowsOf | None
+    varied: bool = True
 
 
 @dataclass(frozen=True)

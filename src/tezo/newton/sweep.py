@@ -1,0 +1,138 @@
+"""A sweep over rows of free text: the layers of the last blocks learn from one batch after another.
+
+Each batch is passed once, with the factors U V^T that those before have led to beside the layers. The pass shows what
+`last_blocks` rebuilds the last blocks from, attention as it is now. The gradient of the loss of the batch by U and V is
+that of this function; Adam follows it, at rates that fall to zero along the sweep:
+
+    U <- U - (1 - s / S) U_RATE h / (N sqrt(D)) Adam(dL_s / dU),
+    V <- V - (1 - s / S) V_RATE / sqrt(I) Adam(dL_s / dV),   s = 0, ..., S - 1,
+
+from U = 0 (D, r) and entries of V (I, r) that are normal with variance 1 / I. The N layers write to the stream together,
+and its root mean square behind the last block is h. It is one forward pass a batch, and what has been learnt moves
+attention, which a function that is fitted to a single pass would hold as it was.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tezo.directions.bases.basis import input_size, output_size
+from tezo.directions.random import normal
+from tezo.directions.targets import Target
+from tezo.forward.perturbed_parameter import open_on
+from tezo.newton.last_blocks import WEIGHTS, Affine, Block, Factors, LastBlocks, last_blocks, name_of
+from tezo.newton.text import Pair, Seen, readout
+from tezo.optim.closures import RowOutputs
+from tezo.system.progress import tracked
+from tezo.system.signals import let_interrupt
+
+BATCHES, ROWS = 32, 32
+"""Batches of a sweep, and rows of a batch."""
+LAST_BLOCKS = 0.4
+"""Blocks that learn, the last ones, as a part of all."""
+U_RATE, V_RATE = 0.12, 0.06
+"""Rates of Adam at the start of a sweep."""
+
+RowsOfBatch = Callable[[int], RowOutputs]
+"""Number of a batch -> its rows."""
+
+
+def blocks_to_sweep(targets: Sequence[Target], last: Target, rows: RowOutputs, budget: int) -> list[Block]:
+    """Returns the blocks that may learn: none, where the layers are not those of a decoder.
+
+    Args:
+        targets: all linear layers, in the order of the model.
+        last: the last one that is tuned.
+        rows: a batch.
+        budget: bytes that the inputs and weights of blocks may take.
+    """
+    places = sum(len(each.place_P) for each in rows.places() if each is not None)
+    found = last_blocks(targets, output_size(last))
+    every = [[block.attention, *block.readers, block.mlp] for block in found]
+    sizes = [sum(4 * places * input_size(t) + WEIGHTS.itemsize * t.shape.numel() for t in block) for block in every]
+    count = min(math.ceil(LAST_BLOCKS * len(found)), budget // max(sizes, default=1))
+    return found[len(found) - count :]
+
+
+@contextmanager
+def beside(model: nn.Module, factors: Factors) -> Iterator[None]:
+    """While open, the layers of a model have U V^T beside their weights."""
+    with ExitStack() as opened:
+        for tuned in open_on(model.parameters()) if factors else ():
+            if tuned.target.name in factors:
+                u_MR, v_IR = factors[tuned.target.name]
+                pair = (u_MR, v_IR) if tuned.target.input_role == "v" else (v_IR, u_MR)
+                opened.enter_context(tuned.beside(*pair))
+        yield
+
+
+def sweep(
+    model: nn.Module, target: Target, blocks: Sequence[Block], rows_of: RowsOfBatch, ranks: Mapping[str, int], seed: int
+) -> tuple[dict[str, Pair], int]:
+    """Returns what the layers of the blocks learn from `BATCHES` batches, and the calls of the model.
+
+    Args:
+        model: the model.
+        target: the last layer that is tuned.
+        blocks: the blocks.
+        rows_of: number of a batch -> its rows.
+        ranks: parameter name -> r.
+        seed: of the first V.
+
+    Raises:
+        NotRebuiltError: the blocks are built otherwise.
+    """
+    layers, calls = LastBlocks.watched(blocks), 0
+    writers = [t for block in blocks for t in (block.attention, block.mlp) if t.name in ranks]
+    factors = {t.name: _start(t, ranks[t.name], seed) for t in writers}
+    every = [factor for pair in factors.values() for factor in pair]
+    rebuilt: LastBlocks | None = None
+    for s in tracked(range(BATCHES), "batches"):
+        let_interrupt()
+        rows = rows_of(s)
+        with beside(model, factors if rebuilt else {}):
+            seen = Seen.of(model, rows, layers)
+        calls += len(rows.places())
+        inputs = {name: seen.inputs(name) for name in layers}
+        if rebuilt is None:
+            rebuilt = LastBlocks(blocks, inputs, seen.head_inputs, _weights(model, seen))
+            adam = _adam(factors, rebuilt.size)
+            rates = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / BATCHES)
+        stream, text = rebuilt.seen(inputs, seen.head_inputs, factors), readout(model, target, [seen])
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(text.loss(stream.of(factors), torch.arange(len(seen.tokens))), every)
+        for factor, gradient in zip(every, gradients, strict=True):
+            factor.grad = gradient
+        adam.step()
+        rates.step()
+    return {name: (u_DR.detach().double(), v_IR.detach().double()) for name, (u_DR, v_IR) in factors.items()}, calls
+
+
+def _start(target: Target, rank: int, seed: int) -> Pair:
+    size = input_size(target)
+    v_IR = normal((size, rank), seed=seed, step=0, name=target.name, role="v").float() / math.sqrt(size)
+    return torch.zeros(output_size(target), rank, requires_grad=True), v_IR.requires_grad_()
+
+
+def _adam(factors: Factors, size: float) -> torch.optim.Optimizer:
+    groups = list[dict[str, Any]]()
+    for u_DR, v_IR in factors.values():
+        groups += [
+            {"params": [u_DR], "lr": U_RATE * size / (len(factors) * math.sqrt(len(u_DR)))},
+            {"params": [v_IR], "lr": V_RATE / math.sqrt(len(v_IR))},
+        ]
+    return torch.optim.Adam(groups)
+
+
+def _weights(model: nn.Module, seen: Seen) -> Callable[[Target], Affine]:
+    """Returns a function that reads the weight and the bias of a layer."""
+
+    def weights(layer: Target) -> tuple[Tensor, Tensor]:
+        like = seen.record.like.new_zeros(0, input_size(layer))
+        return seen.rows.layer_rows(model, name_of(layer), None, like)
+
+    return weights
