@@ -4,10 +4,10 @@ Each batch is passed once, with the factors U V^T that those before have led to 
 `last_blocks` rebuilds the last blocks from, attention as it is now. The gradient of the loss of the batch by U and V is
 that of this function; Adam follows it, at rates that fall to zero along the sweep:
 
-    U <- U - (1 - s / S) U_RATE h / (N sqrt(D)) Adam(dL_s / dU),
-    V <- V - (1 - s / S) V_RATE / sqrt(I) Adam(dL_s / dV),   s = 0, ..., S - 1,
+    U <- U - f_s U_RATE h / (N sqrt(D)) Adam(dL_s / dU),
+    V <- V - f_s V_RATE / sqrt(I) Adam(dL_s / dV),   f_s = (1 - s / S) / (1 + t),   s = 0, ..., S - 1,
 
-from U = 0 (D, r) and entries of V (I, r) that are normal with variance 1 / I. The N layers write to one stream, whose
+t the number of the sweep, from U = 0 (D, r) and entries of V (I, r) that are normal with variance 1 / I. The N layers write to one stream, whose
 root mean square behind the last block is h. It is one forward pass a batch, and what has been learnt moves attention,
 which a function that is fitted to a single pass would hold as it was.
 """
@@ -72,7 +72,7 @@ def beside(model: nn.Module, factors: Factors) -> Iterator[None]:
 
 
 def sweep(
-    model: nn.Module, target: Target, blocks: Sequence[Block], rows_of: RowsOfBatch, ranks: Mapping[str, int], seed: int
+    model: nn.Module, target: Target, blocks: Sequence[Block], rows_of: RowsOfBatch, ranks: Mapping[str, int], step: int
 ) -> tuple[dict[str, Pair], int]:
     """Returns what the layers of the blocks learn from `BATCHES` batches, and the calls of the model.
 
@@ -82,14 +82,14 @@ def sweep(
         blocks: the blocks.
         rows_of: number of a batch -> its rows.
         ranks: parameter name -> r.
-        seed: of the first V.
+        step: the optimizer's; the first V is random by it, and rates fall with it.
 
     Raises:
         NotRebuiltError: the blocks are built otherwise.
     """
     layers, calls = LastBlocks.watched(blocks), 0
     writers = [t for block in blocks for t in (block.attention, block.mlp) if t.name in ranks]
-    factors = {t.name: _start(t, ranks[t.name], seed) for t in writers}
+    factors = {t.name: _start(t, ranks[t.name], step) for t in writers}
     every = [factor for pair in factors.values() for factor in pair]
     rebuilt: LastBlocks | None = None
     for s in tracked(range(BATCHES), "batches"):
@@ -102,7 +102,7 @@ def sweep(
         if rebuilt is None:
             rebuilt = LastBlocks(blocks, inputs, seen.head_inputs, _weights(model, seen))
             adam = _adam(factors, rebuilt.size)
-            rates = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / BATCHES)
+            rates = torch.optim.lr_scheduler.LambdaLR(adam, lambda batch: (1 - batch / BATCHES) / (1 + step))
         stream, text = rebuilt.seen(inputs, seen.head_inputs, factors), readout(model, target, [seen])
         with torch.enable_grad():
             gradients = torch.autograd.grad(text.loss(stream.of(factors), torch.arange(len(seen.tokens))), every)
@@ -113,9 +113,9 @@ def sweep(
     return {name: (u_DR.detach().double(), v_IR.detach().double()) for name, (u_DR, v_IR) in factors.items()}, calls
 
 
-def _start(target: Target, rank: int, seed: int) -> Pair:
+def _start(target: Target, rank: int, step: int) -> Pair:
     size = input_size(target)
-    v_IR = normal((size, rank), seed=seed, step=0, name=target.name, role="v").float() / math.sqrt(size)
+    v_IR = normal((size, rank), seed=0, step=step, name=target.name, role="v").float() / math.sqrt(size)
     return torch.zeros(output_size(target), rank, requires_grad=True), v_IR.requires_grad_()
 
 
