@@ -29,7 +29,7 @@ from tezo.engines.client import FOLDER, Client, FailedError
 from tezo.engines.connection import shown
 from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
 from tezo.engines.workers import Workers
-from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Told
+from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Named, Told
 from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
@@ -116,6 +116,7 @@ class Server(Engine):
 
     name = "a vLLM server"
     at_once = AT_ONCE
+    serves = True
     _is_lost = False
     _saying = Lock()
 
@@ -151,6 +152,16 @@ class Server(Engine):
     ) -> list[list[list[int]]]:
         with contextlib.ExitStack() as files:
             return self._continued(prompts, [files.enter_context(self._folder(change)) for change in changes], wanted)
+
+    def serve(self, changes: Sequence[Change], ask: Callable[[Named], T]) -> list[T]:
+        def asked(name: str) -> T:
+            found = ask(Named(f"{self._client.address}/v1", name))
+            if all(each.name != name for each in self._client.models()):  # what was asked meanwhile is of no use
+                raise EngineLostError(f"model.engine: the server at {self._client.address} was started anew.")
+            return found
+
+        with contextlib.ExitStack() as files:
+            return self._under_each([files.enter_context(self._folder(change)) for change in changes], asked)
 
     def _no_change(self, rank: int = 1) -> Change:
         return self._one_layer(rank, 0.0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tezo.forward.answers import MalformedError, check_continued, check_told, once_more
-from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, LayerInputs, Told, Watch
+from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, LayerInputs, Named, Told, Watch
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
@@ -44,6 +44,7 @@ class Workers(Engine):
         self._engines = engines
         self.name = f"{len(engines)} x {engines[0].name}"
         self.at_once = sum(engine.at_once for engine in engines)
+        self.serves = engines[0].serves
 
     def changes(self, module: str) -> bool:
         return self._engines[0].changes(module)
@@ -59,6 +60,9 @@ class Workers(Engine):
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
     ) -> list[list[list[int]]]:
         return self._shared_out(changes, lambda engine, change: engine.generate([change], prompts, wanted)[0])
+
+    def serve(self, changes: Sequence[Change], ask: Callable[[Named], T]) -> list[T]:
+        return self._shared_out(changes, lambda engine, change: engine.serve([change], ask)[0])
 
     def _shared_out(self, changes: Sequence[Change], compute: Callable[[Engine, Change], T]) -> list[T]:
         """Returns what engines compute for each change; one that is lost has its change computed by another."""

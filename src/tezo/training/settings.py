@@ -60,9 +60,13 @@ class TrainConfig:
     temperature: float = 0.0
     """Temperature that a reward's completions are sampled at, with random numbers that both signs share; 0: greedy."""
     reward_workers: int = 0
-    """Processes in which the scorer of a file is called; 0: it is called in the process of the run."""
+    """Processes in which the scorer of a file is called; 0: it is called in the process of the run, with serve in 8."""
     reward_seconds: float = 60.0
     """Limit of the time for a score in such a process. What takes longer is missing."""
+    serve: bool = False
+    """Whether the scorer asks the model itself, by its name on an OpenAI-compatible server; see docs/rewards.md."""
+    serve_port: int = 0
+    """Port of 127.0.0.1 where the model answers; 0: any that is free. A vLLM server answers at its own address."""
     seed: int = 0
     """Seed of directions, data order and sampling."""
     schedule: Literal["constant", "linear", "cosine"] | None = None
@@ -397,6 +401,7 @@ _LEAST = {
     "train.max_new_tokens": 1,
     "train.temperature": 0,
     "train.reward_workers": 0,
+    "train.serve_port": 0,
     "train.eval_batch_size": 1,
     "train.log_every": 1,
     "train.feedback_first": 0,
@@ -529,6 +534,8 @@ class Options(TypedDict, total=False):
     batch_size: int | None
     reward_workers: int
     reward_seconds: float
+    serve: bool
+    serve_port: int
     objective: str
     max_new_tokens: int
     temperature: float
