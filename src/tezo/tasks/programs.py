@@ -13,8 +13,11 @@ from tezo.tasks.rewards import Reward, sample_of
 from tezo.tasks.scores import Scored
 from tezo.tasks.scoring import check_asks
 
-PROGRAMS = 8
+PROGRAMS = 16
 """Processes in which the scorer of a file is called where their number is not set: as many calls side by side."""
+
+SECONDS_OF_A_PROGRAM = 600.0
+"""Limit of a call there where it is not set: calls wait for each other at the server."""
 
 
 @dataclass(frozen=True)

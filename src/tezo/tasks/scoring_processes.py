@@ -22,6 +22,9 @@ from tezo.tasks.scorers import load_score
 from tezo.tasks.scores import Scored, missing
 from tezo.tasks.scoring import Sample, scored
 
+SECONDS_OF_A_SCORE = 60.0
+"""Limit of a call where it is not set."""
+
 
 class Processes:
     """Processes that score, each with the function of a file. They get samples, and answer, as lines of JSON.

@@ -31,13 +31,13 @@ from tezo.tasks.notices import label_notices, leak_notices, rows_as_read, token_
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.own_server import check_free
-from tezo.tasks.programs import PROGRAMS, ProgramReward
+from tezo.tasks.programs import PROGRAMS, SECONDS_OF_A_PROGRAM, ProgramReward
 from tezo.tasks.rewards import Reward, prompt_of
 from tezo.tasks.rows import Format
 from tezo.tasks.scorer_identity import Identity
 from tezo.tasks.scorers import identity, load_score, name_of
 from tezo.tasks.scoring import REWARD, Score
-from tezo.tasks.scoring_processes import Processes
+from tezo.tasks.scoring_processes import SECONDS_OF_A_SCORE, Processes
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, digest_of, divide, read_splits
 from tezo.training.choices import Choices, choose_columns, choose_dtype, choose_method, choose_size, resolve
@@ -153,7 +153,7 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
         _check_serves(config)
     elif train.serve_port:
         raise RequestError(f"train.serve_port is {train.serve_port}, which is for train.serve; set that too.")
-    if train.reward_seconds != TrainConfig.reward_seconds and not workers:
+    if train.reward_seconds is not None and not workers:
         raise RequestError(
             f"train.reward_seconds is {train.reward_seconds:g}, a limit of processes that score; set "
             "train.reward_workers to their number too."
@@ -176,7 +176,8 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
         with current().phase(SCORER):
             score, known_by = load_score(name)  # its file may change the folder
         if workers:
-            processes = Processes(name, workers, train.reward_seconds, folder)
+            usual = SECONDS_OF_A_PROGRAM if train.serve else SECONDS_OF_A_SCORE
+            processes = Processes(name, workers, train.reward_seconds or usual, folder)
     common = score, name, known_by, train.max_new_tokens, train.temperature, train.seed, processes, given is None
     return ProgramReward(*common, port=train.serve_port) if train.serve else Reward(*common)
 

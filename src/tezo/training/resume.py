@@ -59,6 +59,8 @@ MAY_CHANGE_ON_RESUME = (
     "model.workers",
     "model.trust_remote_code",
     "train.reward",
+    "train.reward_workers",
+    "train.reward_seconds",
     "train.serve_port",
 )
 """Settings that may change between the parts of a run: they don't change what it computes on one device."""

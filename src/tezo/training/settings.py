@@ -60,9 +60,9 @@ class TrainConfig:
     temperature: float = 0.0
     """Temperature that a reward's completions are sampled at, with random numbers that both signs share; 0: greedy."""
     reward_workers: int = 0
-    """Processes in which the scorer of a file is called; 0: it is called in the process of the run, with serve in 8."""
-    reward_seconds: float = 60.0
-    """Limit of the time for a score in such a process. What takes longer is missing."""
+    """Processes in which the scorer of a file is called; 0: it is called in the process of the run, by serve in 16."""
+    reward_seconds: float | None = None
+    """Limit of the time for a score in such a process; what takes longer is missing. Default: 60, by serve 600."""
     serve: bool = False
     """Whether the scorer asks the model itself, by its name on an OpenAI-compatible server; see docs/rewards.md."""
     serve_port: int = 0
@@ -442,7 +442,7 @@ def _check(config: Config) -> None:
             )
     if train.epochs is not None and not 0 < train.epochs < math.inf:
         raise RequestError(f"train.epochs is {train.epochs}; it must be positive and finite.")
-    if not train.reward_seconds > 0:
+    if train.reward_seconds is not None and not train.reward_seconds > 0:
         raise RequestError(f"train.reward_seconds is {train.reward_seconds:g}; it must be positive.")
     if data.train is None and data.task is None:
         raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
@@ -533,7 +533,7 @@ class Options(TypedDict, total=False):
     feedback_last: int | None
     batch_size: int | None
     reward_workers: int
-    reward_seconds: float
+    reward_seconds: float | None
     serve: bool
     serve_port: int
     objective: str
