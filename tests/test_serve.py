@@ -6,9 +6,10 @@ import random
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 
@@ -29,6 +30,8 @@ from tezo.tasks.objectives import objective_for
 from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.openai_form import AT_REST, INERT, Refused, request_of
 from tezo.tasks.own_server import OwnServer
+from tezo.tasks.scoring import Sample
+from tezo.tasks.scoring_processes import Processes
 from tezo.training.loop import train
 from tezo.training.settings import parse_config
 
@@ -432,6 +435,33 @@ def test_what_cannot_be_served_is_one_sentence_before_anything_is_written(home, 
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     refused(tezo("train", *flags(home, tmp_path, "program")), "pip install 'tezo[serve]'")
     assert not (tmp_path / "run").exists()
+
+
+WAITS = """
+import time
+from pathlib import Path
+
+def waits(row):
+    Path(row["mark"]).touch()
+    time.sleep(3600)
+"""
+
+
+def test_calls_that_are_under_way_end_with_what_asked_for_them(tmp_path):
+    (tmp_path / "score.py").write_text(WAITS)
+    rows = [{"mark": str(tmp_path / f"{i}")} for i in range(3)]
+    samples = [
+        Sample("", "", row, f"row {i}", base_url="http://127.0.0.1:1/v1", model="m") for i, row in enumerate(rows)
+    ]
+    processes = Processes(f"{tmp_path / 'score.py'}:waits", 2, 600, tmp_path)
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(processes.scored, samples, batch=False)
+        while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
+            time.sleep(0.01)
+        processes.close()
+        with pytest.raises(CancelledError):
+            found.result()
+    assert not (tmp_path / "2").exists()
 
 
 # A server of vLLM

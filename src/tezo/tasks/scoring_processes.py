@@ -46,6 +46,7 @@ class Processes:
         for _ in range(count):
             self._free.put(None)
         self._count = count
+        self._called: set[_Process] = set()
 
     def scored(self, samples: Sequence[Sample], *, batch: bool) -> list[Scored]:
         """Returns the score of each sample; those of calls that do not end in time are missing.
@@ -62,7 +63,9 @@ class Processes:
         try:
             if process is None:
                 process = _Process(self._scorer, self._folder)
+            self._called.add(process)
             found = process.scored(samples, self._seconds)
+            self._called.discard(process)
             if isinstance(found, str):
                 process = None
                 return [missing(found)] * len(samples)
@@ -71,7 +74,10 @@ class Processes:
             self._free.put(process)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes, and the calls that are under way where an error has ended what asked for them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for called in [*self._called]:
+            called.kill()
         for _ in range(self._count):
             process = self._free.get()
             if process is not None:
@@ -117,7 +123,7 @@ class _Process:
 
     def _read(self, seconds: float) -> str:
         assert self._process.stdout is not None
-        timer = threading.Timer(seconds, self._kill)
+        timer = threading.Timer(seconds, self.kill)
         timer.start()
         try:
             line = self._process.stdout.readline()
@@ -127,7 +133,7 @@ class _Process:
             self.end()
         return line
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """Kills the process, and the programs that the scorer has started: they may have its pipes."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -141,7 +147,7 @@ class _Process:
                 pipe.close() if pipe else None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDING_SECONDS)
-        self._kill()
+        self.kill()
         self._process.wait()
 
 
