@@ -251,9 +251,11 @@ def test_an_answer_ends_before_its_stop_and_at_its_most_tokens(models):
         asks = [{"stop": stop, "max_tokens": 20}, {"max_tokens": 3}, {"max_tokens": 20}]
         body = {"model": named.model, "prompt": "the film"}
         with ThreadPoolExecutor(3) as threads:  # in one batch, where none ends another
-            return [f["choices"][0] for _, f in threads.map(lambda more: post(named.base_url, body | more), asks)]
+            return [found for _, found in threads.map(lambda more: post(named.base_url, body | more), asks)]
 
-    ((stopped_, cut, all_),) = models.serve([writer], ask)
+    (found,) = models.serve([writer], ask)
+    assert found[1]["usage"]["completion_tokens"] == 3
+    stopped_, cut, all_ = (each["choices"][0] for each in found)
     assert stopped_["text"] == whole[: whole.index(stop)] and stopped_["finish_reason"] == "stop"
     assert cut["text"] == models.written(writer, ["the film"], 3)[0] and cut["finish_reason"] == "length"
     assert all_["text"] == whole
@@ -393,7 +395,7 @@ def test_a_program_that_fails_ends_the_run_and_another_is_taken_by_a_word(home, 
     refused(done, "score.py:fails", "KeyError", "--accept-scorer")
     stopped(config(home), tmp_path / "run", 2)
     other = config(home, "half")
-    with pytest.raises(RequestError, match="accept-scorer"):
+    with pytest.raises(RequestError, match=r"differs\); put it back, or accept it with --accept-scorer"):
         train(other, tmp_path / "run", resume=True)
     assert train(other, tmp_path / "run", resume=True, accept_scorer=True)["scorers"][0]["answers"] is None
 

@@ -49,6 +49,7 @@ class StandIn:
         honest: number of answers at that path that are still right.
         lies: number of answers that are altered then.
         ignores_adapters: it takes adapters, and computes without them.
+        alters: what it makes of an adapter that it takes.
         adapters: those that are loaded now.
         asked: paths and bodies of all requests.
     """
@@ -61,6 +62,7 @@ class StandIn:
     honest: int = 0
     lies: float = 0
     ignores_adapters: bool = False
+    alters: Callable[[Adapter], Adapter] = lambda adapter: adapter
     adapters: dict[str, Adapter] = field(default_factory=dict)
     asked: list[tuple[str, Any]] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock)
@@ -92,7 +94,7 @@ class StandIn:
         if path == "/v1/load_lora_adapter":
             if not Path(asked["lora_path"]).is_dir():
                 return failure(404, f"Loading lora {asked['lora_name']} failed: No adapter found for <path>")
-            self.adapters[asked["lora_name"]] = load_adapter(Path(asked["lora_path"]))
+            self.adapters[asked["lora_name"]] = self.alters(load_adapter(Path(asked["lora_path"])))
             return plain(f"Success: LoRA adapter '{asked['lora_name']}' added successfully.")
         if path == "/v1/unload_lora_adapter":
             if self.adapters.pop(asked["lora_name"], None) is None:

@@ -49,9 +49,8 @@ class Workers(Engine):
     def changes(self, module: str) -> bool:
         return self._engines[0].changes(module)
 
-    def reserve(self, rank: int) -> None:
-        for engine in self._engines:
-            engine.reserve(rank)
+    def reserve(self, rank: int, modules: Sequence[str] = ()) -> list[str]:
+        return [said for engine in self._engines for said in engine.reserve(rank, modules)]
 
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
         return self._shared_out(changes, lambda engine, change: engine.log_probs([change], asked)[0])
@@ -164,8 +163,10 @@ class InRay(Engine):
     def changes(self, module: str) -> bool:
         return self._like.changes(module)
 
-    def reserve(self, rank: int) -> None:
+    def reserve(self, rank: int, modules: Sequence[str] = ()) -> list[str]:
+        del modules
         self._rank = rank  # with each call, for an actor that is started again knows nothing
+        return []
 
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
         def check(found: list[Told]) -> None:

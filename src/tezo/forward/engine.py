@@ -199,13 +199,17 @@ class Engine(ABC):
     def changes(self, module: str) -> bool:
         """Returns whether the engine can change the weight of this linear layer."""
 
-    def reserve(self, rank: int) -> None:
-        """Makes room for changes of this rank, the largest that will be asked for.
+    def reserve(self, rank: int, modules: Sequence[str] = ()) -> list[str]:
+        """Makes room for changes of this rank, the largest that will be asked for, of these modules.
+
+        Returns:
+            What could not be checked of the engine, in sentences for the user.
 
         Raises:
-            RequestError: the engine takes none of this rank.
+            RequestError: the engine takes no change of this rank, or computes it otherwise than it is.
         """
-        del rank
+        del rank, modules
+        return []
 
     def check_changes(self) -> None:
         """Checks that the engine computes with the changes that it is sent, as one in this process always does.

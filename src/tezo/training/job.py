@@ -338,11 +338,14 @@ def prepare(
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
     looked, stepped = looked_and_stepped(config, len(used.train), judged=bool(used.dev))
 
+    unchecked: list[str] = []
+
     def build(settings: Config) -> BaseOptimizer:
         try:
             optimizer = make_optimizer(settings, loaded, untrained)
             if loaded.engine is not None:
-                loaded.engine.reserve(optimizer.largest_rank(settings.train.num_steps))
+                modules = [target.sites[0].name for target in optimizer.targets]
+                unchecked.extend(loaded.engine.reserve(optimizer.largest_rank(settings.train.num_steps), modules))
         except RequestError as error:
             if engine == engines.TORCH:
                 raise
@@ -394,6 +397,7 @@ def prepare(
             *left_out_notice(config, optimizer, untrained),
             *rank_notice(config, optimizer),
             *found.notices,
+            *dict.fromkeys(unchecked),
         ),
     )
 
