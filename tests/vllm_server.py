@@ -49,6 +49,7 @@ class StandIn:
         honest: number of answers at that path that are still right.
         lies: number of answers that are altered then.
         ignores_adapters: it takes adapters, and computes without them.
+        alters: what it makes of an adapter that it takes.
         adapters: those that are loaded now.
         asked: paths and bodies of all requests.
     """
@@ -61,6 +62,7 @@ class StandIn:
     honest: int = 0
     lies: float = 0
     ignores_adapters: bool = False
+    alters: Callable[[Adapter], Adapter] = lambda adapter: adapter
     adapters: dict[str, Adapter] = field(default_factory=dict)
     asked: list[tuple[str, Any]] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock)
@@ -92,7 +94,7 @@ class StandIn:
         if path == "/v1/load_lora_adapter":
             if not Path(asked["lora_path"]).is_dir():
                 return failure(404, f"Loading lora {asked['lora_name']} failed: No adapter found for <path>")
-            self.adapters[asked["lora_name"]] = load_adapter(Path(asked["lora_path"]))
+            self.adapters[asked["lora_name"]] = self.alters(load_adapter(Path(asked["lora_path"])))
             return plain(f"Success: LoRA adapter '{asked['lora_name']}' added successfully.")
         if path == "/v1/unload_lora_adapter":
             if self.adapters.pop(asked["lora_name"], None) is None:
@@ -107,13 +109,16 @@ class StandIn:
             return failure(404, f"The model `{asked['model']}` does not exist.")
         adapter = None if self.ignores_adapters else self.adapters.get(asked["model"])
         handles = attach_adapter(self.model, adapter) if adapter is not None else []
+        prompts = asked["prompt"]
+        if isinstance(prompts, str):
+            prompts = [self.tokenizer(prompts)["input_ids"]]
         try:
-            choices = [self.choice(i, prompt, asked) for i, prompt in enumerate(asked["prompt"])]
+            choices = [self.choice(i, prompt, asked) for i, prompt in enumerate(prompts)]
         finally:
             for handle in handles:
                 handle.remove()
         number = sum(choice.pop("written") for choice in choices)
-        usage = {"prompt_tokens": sum(map(len, asked["prompt"])), "completion_tokens": number}
+        usage = {"prompt_tokens": sum(map(len, prompts)), "completion_tokens": number}
         return as_json({"object": "text_completion", "model": asked["model"], "choices": choices, "usage": usage})
 
     def choice(self, index: int, prompt: Sequence[int], asked: Any) -> dict[str, Any]:
@@ -127,12 +132,15 @@ class StandIn:
             else:
                 tokens.append(int(logits.argmax()))
             text = self.tokenizer.decode(tokens)
-            if tokens[-1] in asked.get("stop_token_ids", ()) or any(end in text for end in asked.get("stop", ())):
+            if tokens[-1] in asked.get("stop_token_ids", [self.tokenizer.eos_token_id]) or any(
+                end in text for end in asked.get("stop", ())
+            ):
                 reason = "stop"
                 break
         shown = asked.get("return_token_ids", False)
-        found: dict[str, Any] = {"index": index, "text": self.tokenizer.decode(tokens), "logprobs": None}
-        found |= {"finish_reason": reason, "token_ids": tokens if shown else None, "prompt_logprobs": None}
+        found: dict[str, Any] = {"index": index, "text": self.tokenizer.decode(tokens, skip_special_tokens=True)}
+        found |= {"finish_reason": reason, "token_ids": tokens if shown else None}
+        found |= {"logprobs": None, "prompt_logprobs": None}
         found |= {"prompt_token_ids": list(prompt) if shown else None, "written": len(tokens)}
         if (count := asked.get("prompt_logprobs")) is not None:
             places = [self.ranked(table[i - 1], [token], count) for i, token in enumerate(prompt) if i]

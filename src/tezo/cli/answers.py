@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, RewardOption, SetOption, print_json, print_table, showing_work
+from tezo.cli.common import JsonOption, RewardOption, ServeOption, SetOption, print_json, print_table, showing_work
 from tezo.runs.words import metric_text
 from tezo.system.errors import RequestError
 
@@ -23,6 +23,7 @@ def evaluate(
     shots: Annotated[int, typer.Option(help="Training rows shown, solved, before each question.")] = 0,
     calibrate: Annotated[bool, typer.Option(help="Score options against a prompt without the row's text.")] = False,
     reward: RewardOption = None,
+    serve: ServeOption = False,
     probe: Annotated[
         bool,
         typer.Option(help="Fit a bias for each label and a linear probe to the training rows."),
@@ -39,7 +40,7 @@ def evaluate(
     from tezo.training.opening import measure_rows, open_model, rows_to_measure, run_config
     from tezo.training.settings import parse_setting
 
-    named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward)]
+    named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward), ("train.serve", serve or None)]
     given = [(key, value) for key, value in named if value is not None]
     unset = [] if task is None else [("data.test", None)]  # the run's is of other rows
     config = run_config(run, [*unset, *given, *(parse_setting(text) for text in settings)])

@@ -29,6 +29,10 @@ BaseOption = Annotated[str | None, typer.Option("--model", help="Base model of t
 RewardOption = Annotated[
     str | None, typer.Option("--reward", metavar="FILE.py:FUNCTION", help="Scorer of completions; its code runs.")
 ]
+ServeOption = Annotated[
+    bool,
+    typer.Option("--serve", help="With --reward: the scorer asks the model itself, on an OpenAI-compatible server."),
+]
 TrustOption = typer.Option(False, "--trust-remote-code", help="Let code run that comes with the base model.")
 JsonOption = typer.Option(False, "--json", help="Print JSON.")
 

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tezo.cli.common import JsonOption, RewardOption, SetOption, mebibytes, print_json, print_table, showing_work
+from tezo.cli.common import (
+    JsonOption,
+    RewardOption,
+    ServeOption,
+    SetOption,
+    mebibytes,
+    print_json,
+    print_table,
+    showing_work,
+)
 from tezo.runs.resuming import in_folder
 from tezo.runs.words import change_text, measured_rows_text, metric_text, work_text
 from tezo.system.errors import RequestError
@@ -41,6 +50,7 @@ def train(
         typer.Option(metavar="FLOAT|auto", help="Learning rate of the method; auto: by trials, for head-feedback."),
     ] = None,
     reward: RewardOption = None,
+    serve: ServeOption = False,
     steps: Annotated[
         str | None, typer.Option(metavar="INTEGER", help="Number of steps; a run that goes on may have another.")
     ] = None,
@@ -68,7 +78,7 @@ def train(
     named = {
         "model.name": model, "data.train": data, "data.task": task, "data.dir": data_dir, "data.test": test,
         "method.name": method, "method.lr": lr, "model.engine": engine, "model.quantization": quantization,
-        "train.reward": reward, "train.steps": steps, "train.seed": seed,
+        "train.reward": reward, "train.serve": serve or None, "train.steps": steps, "train.seed": seed,
     }  # fmt: skip
     flags = [(key, value) for key, value in named.items() if value is not None]
     with showing_work() as line:

@@ -22,19 +22,21 @@ from threading import Lock
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tezo.engines.client import FOLDER, Client, FailedError
 from tezo.engines.connection import shown
 from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
+from tezo.engines.second_copy import TEXT, SecondCopy, by_kind, compared, left_out, random_change
 from tezo.engines.workers import Workers
-from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Told
+from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Named, Told
 from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.lora import Adapter, save_adapter
 from tezo.system.errors import RequestError
+from tezo.system.progress import CHECKING, current
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,8 @@ def load_server(config: ModelConfig) -> LoadedModel:
     for client in clients:
         again(client.models)  # one that is not there is named before the model is read
     loaded, _ = load_folder(config.name)
-    servers = [Server(client, loaded.model, loaded.tokenizer) for client in clients]
+    copy = SecondCopy(loaded.model)
+    servers = [Server(client, loaded.model, loaded.tokenizer, copy) for client in clients]
     return replace(loaded, engine=servers[0] if len(servers) == 1 else Workers(servers))
 
 
@@ -112,15 +115,18 @@ class Server(Engine):
         client: asks it.
         model: the modules of its model.
         tokenizer: of its model.
+        copy: what its answers are compared with; None: nothing.
     """
 
     name = "a vLLM server"
     at_once = AT_ONCE
+    serves = True
     _is_lost = False
     _saying = Lock()
 
-    def __init__(self, client: Client, model: Any, tokenizer: Any) -> None:
-        self._model, self._client = model, client
+    def __init__(self, client: Client, model: Any, tokenizer: Any, copy: SecondCopy | None = None) -> None:
+        self._model, self._client, self._copy = model, client, copy
+        self._checked: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         shared = os.environ.get(FOLDER) or ("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
         self._shared = Path(shared)
         for folder in self._shared.glob(f"{OWN}*"):  # by a process that was killed
@@ -131,7 +137,9 @@ class Server(Engine):
         models = again(client.models)
         for left in (each.name for each in models if is_left(each.name)):
             self._unload(left)
-        self._probe = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+        self._probe, self._text = (
+            list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (PROBE, TEXT)
+        )
         self._check_same(next(each.name for each in models if each.parent is None))
         self.check_changes()
 
@@ -151,6 +159,16 @@ class Server(Engine):
     ) -> list[list[list[int]]]:
         with contextlib.ExitStack() as files:
             return self._continued(prompts, [files.enter_context(self._folder(change)) for change in changes], wanted)
+
+    def serve(self, changes: Sequence[Change], ask: Callable[[Named], T]) -> list[T]:
+        def asked(name: str) -> T:
+            found = ask(Named(f"{self._client.address}/v1", name))
+            if all(each.name != name for each in self._client.models()):  # what was asked meanwhile is of no use
+                raise EngineLostError(f"model.engine: the server at {self._client.address} was started anew.")
+            return found
+
+        with contextlib.ExitStack() as files:
+            return self._under_each([files.enter_context(self._folder(change)) for change in changes], asked)
 
     def _no_change(self, rank: int = 1) -> Change:
         return self._one_layer(rank, 0.0)
@@ -204,9 +222,67 @@ class Server(Engine):
             first, *others = self._answers([Prompt(self._probe, every)], folders, 1)
         return all(other == first for other in others)
 
-    def reserve(self, rank: int) -> None:
+    def reserve(self, rank: int, modules: Sequence[str] = ()) -> list[str]:
         with self._folder(self._no_change(rank)) as folder:
             self._again(lambda: self._tried(folder))
+        asked = rank, tuple(modules)
+        if modules and asked not in self._checked:
+            with current().phase(CHECKING):
+                self._check_parts(rank, modules)
+                self._checked[asked] = self._compare(modules)
+        return self._checked.get(asked, [])
+
+    def _check_parts(self, rank: int, modules: Sequence[str]) -> None:
+        """Raises a `RequestError` where the server leaves out adapters on some of these modules, or their last rank."""
+        kinds, last = by_kind(modules), f"rank {rank}"
+        changes = {kind: random_change(self._model, names, 1.0) for kind, names in kinds.items()}
+        changes[last] = random_change(self._model, modules, 1.0, rank)
+        out = [*changes]
+        for _ in range(2):  # a second time what may have been one wrong answer
+            none = [self._no_change()] * 2
+            plain, asked_again, *under = self._text_under([*none, *(changes[name] for name in out)])
+            out = left_out(plain, asked_again, dict(zip(out, under, strict=True)))
+            if not out:
+                return
+        if out == [last]:
+            raise RequestError(
+                f"model.engine: the server at {self._client.address} takes an adapter of {last}, and computes without "
+                f"its last one; start it with --max-lora-rank {rank} or more."
+            )
+        named = [name for name in out if name != last]
+        raise RequestError(
+            f"model.engine: the server at {self._client.address} takes adapters, and leaves {', '.join(named)} out: "
+            "its log-probabilities are the same with and without. Start it with --lora-target-modules "
+            f"{' '.join(kinds)}, or tune other layers (method.targets)."
+        )
+
+    def _compare(self, modules: Sequence[str]) -> list[str]:
+        """Compares the server with a second copy; returns what is doubtful or could not be checked, for the user."""
+        address, copy = self._client.address, self._copy
+        why_not = "there is no second copy" if copy is None else copy.why_not
+        if copy is None or why_not is not None:
+            return [
+                f"model.engine: whether the server at {address} has the weights of model.name could not be checked: "
+                f"{why_not}. That it computes adapters on every layer was."
+            ]
+        change, expected = copy.log_probs(self._text, modules)
+        for attempt in range(2):
+            told = torch.stack(self._text_under([self._no_change(), change]))
+            found = compared(told, expected)
+            if found.wrong is not None and attempt:
+                raise RequestError(f"model.engine: the server at {address} {found.wrong}.")
+            if found.wrong is None:
+                break
+        return [] if found.doubt is None else [f"model.engine: at {address} {found.doubt}"]
+
+    def _text_under(self, changes: Sequence[Change]) -> list[Tensor]:
+        """Returns the log-probabilities of the next tokens of a text under each change."""
+        every = {i: i for i in range(len(self._text) - 1)}
+        with contextlib.ExitStack() as files:
+            folders = [files.enter_context(self._folder(change)) for change in changes]
+            answers = self._answers([Prompt(self._text, every)], folders, 1)
+        pairs = [*enumerate(self._text)][1:]
+        return [torch.tensor([own.next[i][token][0] for i, token in pairs]) for (own,) in answers]
 
     def _tried(self, folder: Path) -> None:
         with self._adapter(folder):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tezo.forward.answers import MalformedError, check_continued, check_told, once_more
-from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, LayerInputs, Told, Watch
+from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, LayerInputs, Named, Told, Watch
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
@@ -44,13 +44,13 @@ class Workers(Engine):
         self._engines = engines
         self.name = f"{len(engines)} x {engines[0].name}"
         self.at_once = sum(engine.at_once for engine in engines)
+        self.serves = engines[0].serves
 
     def changes(self, module: str) -> bool:
         return self._engines[0].changes(module)
 
-    def reserve(self, rank: int) -> None:
-        for engine in self._engines:
-            engine.reserve(rank)
+    def reserve(self, rank: int, modules: Sequence[str] = ()) -> list[str]:
+        return [said for engine in self._engines for said in engine.reserve(rank, modules)]
 
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
         return self._shared_out(changes, lambda engine, change: engine.log_probs([change], asked)[0])
@@ -59,6 +59,9 @@ class Workers(Engine):
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
     ) -> list[list[list[int]]]:
         return self._shared_out(changes, lambda engine, change: engine.generate([change], prompts, wanted)[0])
+
+    def serve(self, changes: Sequence[Change], ask: Callable[[Named], T]) -> list[T]:
+        return self._shared_out(changes, lambda engine, change: engine.serve([change], ask)[0])
 
     def _shared_out(self, changes: Sequence[Change], compute: Callable[[Engine, Change], T]) -> list[T]:
         """Returns what engines compute for each change; one that is lost has its change computed by another."""
@@ -160,8 +163,10 @@ class InRay(Engine):
     def changes(self, module: str) -> bool:
         return self._like.changes(module)
 
-    def reserve(self, rank: int) -> None:
+    def reserve(self, rank: int, modules: Sequence[str] = ()) -> list[str]:
+        del modules
         self._rank = rank  # with each call, for an actor that is started again knows nothing
+        return []
 
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
         def check(found: list[Told]) -> None:

@@ -8,12 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tezo.forward.perturbed_parameter import open_on
 from tezo.system.errors import RequestError
+
+T = TypeVar("T")
 
 Change = Mapping[str, tuple[Tensor, Tensor]]
 """Module name -> (A_RI, B_OR): x A^T B^T is added to the output of a linear layer. Modules that are not named, and all
@@ -111,7 +114,7 @@ class Continuing:
         noisy: (logits, rows, place of the token) -> values whose largest is the next token; None: the logits are.
         temperature: of the sampling that `noisy` does; 0: greedy.
         seeds: one for each prompt, for an engine that draws its random numbers itself.
-        line_ended: (row, its tokens) -> whether a line break in their text ends them; None: it does not.
+        ended: (row, its tokens) -> whether these are all, though no token of `ends` is the last; None: they never are.
         heard: called with each new token of a single prompt, by an engine that `streams`.
     """
 
@@ -121,18 +124,31 @@ class Continuing:
     noisy: Callable[[Tensor, Sequence[int], int], Tensor] | None = None
     temperature: float = 0.0
     seeds: Sequence[int] = ()
-    line_ended: Callable[[int, Sequence[int]], bool] | None = None
+    ended: Callable[[int, Sequence[int]], bool] | None = None
     heard: Callable[[int], None] | None = None
 
     def is_end(self, row: int, tokens: Sequence[int]) -> bool:
         """Returns whether these tokens are all of a row's continuation."""
-        return tokens[-1] in self.ends or (self.line_ended is not None and self.line_ended(row, tokens))
+        return tokens[-1] in self.ends or (self.ended is not None and self.ended(row, tokens))
 
     def chosen(self, logits: Tensor, rows: Sequence[int], place: int) -> list[int]:
         """Returns the next token of each row."""
         values = logits if self.noisy is None else self.noisy(logits, rows, place)
         found: list[int] = values.argmax(-1).tolist()
         return found
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model that answers by its name on an OpenAI-compatible server.
+
+    Attributes:
+        base_url: address of the server, with /v1.
+        model: the name, which no other model has or had.
+    """
+
+    base_url: str
+    model: str
 
 
 class EngineLostError(RequestError):
@@ -168,6 +184,9 @@ class Engine(ABC):
     streams = False
     """Whether `generate` calls `Continuing.heard` as it writes."""
 
+    serves = False
+    """Whether it is an OpenAI-compatible server, on which changes can have names; see `serve`."""
+
     @abstractmethod
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
         """Returns the requested log-probabilities, for each of the changes.
@@ -180,13 +199,17 @@ class Engine(ABC):
     def changes(self, module: str) -> bool:
         """Returns whether the engine can change the weight of this linear layer."""
 
-    def reserve(self, rank: int) -> None:
-        """Makes room for changes of this rank, the largest that will be asked for.
+    def reserve(self, rank: int, modules: Sequence[str] = ()) -> list[str]:
+        """Makes room for changes of this rank, the largest that will be asked for, of these modules.
+
+        Returns:
+            What could not be checked of the engine, in sentences for the user.
 
         Raises:
-            RequestError: the engine takes none of this rank.
+            RequestError: the engine takes no change of this rank, or computes it otherwise than it is.
         """
-        del rank
+        del rank, modules
+        return []
 
     def check_changes(self) -> None:
         """Checks that the engine computes with the changes that it is sent, as one in this process always does.
@@ -245,6 +268,17 @@ class Engine(ABC):
         Raises:
             RequestError: the engine does not continue texts in this way.
         """
+
+    def serve(self, changes: Sequence[Change], ask: Callable[[Named], T]) -> list[T]:
+        """Returns the value of `ask` for each change, which has a name on the server meanwhile.
+
+        Calls run side by side, each in a thread. A call is repeated where the server has lost the change meanwhile.
+
+        Raises:
+            RequestError: the engine is not a server, or does not take the changes.
+        """
+        del changes, ask
+        raise RequestError(f"{self.name} does not answer by names of models.")
 
     def save_beside(self, rank: int, change: Change, folder: Path) -> str | None:
         """Writes a trained change of rank R into the folder of an adapter; returns the name of the file.

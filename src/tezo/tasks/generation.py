@@ -117,14 +117,10 @@ def continuations(
     """
     assert isinstance(objective, CausalObjective)
     found: list[list[list[int]]] = [[[]] * len(encoded) for _ in range(copies)]
-    base, ends = base_of(model), objective.ends.marks
-    # not where the model reads padding into its state, or counts it as positions
-    pads = not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
+    ends = objective.ends.marks
     for part in by_length(encoded, batch_size):
-        groups: dict[int, list[int]] = {}
-        for i in part:
-            groups.setdefault(0 if pads else len(encoded[i].prompt), []).append(i)
-        for alike in groups.values():
+        for places in written_together(model, [encoded[i].prompt for i in part]):
+            alike = [part[place] for place in places]
             wanted = Continuing(max_new_tokens, sorted(ends), not encoded[alike[0]].example.ends, heard=heard)
             if sampling is not None:
                 wanted = sampling.of(wanted, alike)
@@ -132,11 +128,24 @@ def continuations(
             every = objective.evaluator.continuations(model, objective.tokenizer, prompts, wanted, copies)
             for texts, rows in zip(found, every, strict=True):
                 for i, tokens in zip(alike, rows, strict=True):
-                    texts[i] = _to_the_end(tokens, ends)
+                    texts[i] = to_the_end(tokens, ends)
     return found
 
 
-def _to_the_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
+def written_together(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns the indices of prompts in groups, each of which a model can continue in one batch.
+
+    Prompts of several lengths are padded, but where the model reads padding into its state, or counts it as positions.
+    """
+    base = base_of(model)
+    pads = not getattr(base, "_is_stateful", False) and "position_ids" in signature(base.forward).parameters
+    groups: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(0 if pads else len(prompt), []).append(i)
+    return [*groups.values()]
+
+
+def to_the_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
     """Returns the tokens up to the first that ends a completion, which is the last then."""
     end = next((place for place, token in enumerate(tokens, 1) if token in ends), None)
     return list(tokens[:end])

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from shlex import quote
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -74,8 +74,34 @@ class Reward:
     in_file: bool = False
     gaps: dict[str, str] = field(default_factory=dict)
 
+    scores_texts: ClassVar[bool] = True
+    """Whether the scorer is given what the model writes, so that the log has all that a score is of."""
+
     def __post_init__(self) -> None:
         check_form(self.score, self.name)
+
+    def close(self) -> None:
+        """Ends what was started for the scorer."""
+        if self.processes is not None:
+            self.processes.close()
+
+    @property
+    def notice(self) -> str:
+        """What an evaluation takes, for the user."""
+        return (
+            f"train.reward: an evaluation of {self.name} writes up to {self.max_new_tokens} tokens for each row, each "
+            "by a forward pass; num_forward_passes counts the evaluation as one."
+        )
+
+    @property
+    def way_on(self) -> str:
+        """How a run goes on whose scorer failed and was mended."""
+        return f"--resume --reward {quote(self.name)}" if self.in_file else "reward=... and resume=True"
+
+    def most_copies(self, objective: Objective, rows: int) -> int:
+        """Returns the number of models that are scored on so many rows side by side, at most."""
+        of_engine = objective.evaluator.most_copies
+        return max(1, MOST_WRITING // rows) if of_engine is None else of_engine
 
     def measure(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], batch_size: int, step: int = EVALUATION
@@ -93,7 +119,7 @@ class Reward:
         known = [one.value for one in scores if one.failure is None]
         mean, missing = sum(known) / len(known), 1 - len(known) / len(scores)
         metrics = {"loss": -mean, REWARD: mean} | ({MISSING_SCORES: missing} if missing else {})
-        return Evaluated(metrics, texts, [-one.value for one in scores])
+        return Evaluated(metrics, texts if self.scores_texts else [], [-one.value for one in scores])
 
     def sampling(self, step: int) -> Sampling | None:
         """Returns how completions are sampled at a step; None: they are greedy."""
@@ -131,18 +157,22 @@ class Reward:
             for written in every
             for e, text in zip(encoded, texts_of(objective, encoded, written), strict=True)
         ]
-        found = self.scores(samples)
+        return self._of_models(samples, self.scores(samples), len(encoded))
+
+    def _of_models(
+        self, samples: Sequence[Sample], found: Sequence[Scored], size: int
+    ) -> list[tuple[list[str], list[Scored]]]:
+        """Returns (completions, scores) of each model, of all samples, `size` of a model; notes what is missing."""
         failures = [(one.failure, s.where) for one, s in zip(found, samples, strict=True) if one.failure is not None]
         if len(failures) == len(found):
             why, where = failures[0]
-            way = f"--resume --reward {quote(self.name)}" if self.in_file else "reward=... and resume=True"
             lines = [
                 {"row": s.where, "completion": s.completion, "score": None, FAILED: one.failure}
                 for one, s in zip(found, samples, strict=True)
             ]
             raise ScorerError(
                 f"train.reward: {self.name} gave none of {len(found)} scores; for {where} it {why}. Mend it; a run "
-                f"that has begun goes on with {way}.",
+                f"that has begun goes on with {self.way_on}.",
                 lines,
             )
         if failures:
@@ -150,9 +180,8 @@ class Reward:
         lacks = [(", ".join(one.lacks), s.where) for one, s in zip(found, samples, strict=True) if one.lacks]
         if lacks:
             self.gaps.setdefault(LACKING, f"{self.name} gave no {lacks[0][0]} for {lacks[0][1]}")
-        size = len(encoded)
         return [
-            ([s.completion for s in samples[i : i + size]], found[i : i + size]) for i in range(0, len(found), size)
+            ([s.completion for s in samples[i : i + size]], [*found[i : i + size]]) for i in range(0, len(found), size)
         ]
 
 
@@ -190,8 +219,7 @@ class RewardRows(RowLosses):
 
     @property
     def most_copies(self) -> int:
-        of_engine = self._objective.evaluator.most_copies
-        return max(1, MOST_WRITING // len(self._encoded)) if of_engine is None else of_engine
+        return self._reward.most_copies(self._objective, len(self._encoded))
 
     @torch.no_grad()
     def example_losses(self, copies: int) -> Tensor:

@@ -170,7 +170,7 @@ def _spec_of(name: str) -> ModuleSpec | None:
     """Returns where a module is found; None where it is not."""
     try:
         return importlib.util.find_spec(name)
-    except (ImportError, AttributeError, ValueError):  # a.b of an a that is no package, or a module made by hand
+    except Exception:  # a.b of an a that is no package, or whose code raises; a module made by hand
         return None
 
 

@@ -40,6 +40,8 @@ class Sample:
         fields: of the row.
         where: name of the row, for messages.
         messages: of the prompt, where the row is a conversation.
+        base_url: of the server that the scorer asks itself; "": it is given the completion.
+        model: the name of the model there.
     """
 
     prompt: str
@@ -47,6 +49,36 @@ class Sample:
     fields: Mapping[str, Any]
     where: str
     messages: Sequence[Mapping[str, Any]] = ()
+    base_url: str = ""
+    model: str = ""
+
+
+BASE_URL, MODEL, KEY = "OPENAI_BASE_URL", "TEZO_MODEL", "OPENAI_API_KEY"
+"""Variables of the environment in a call of a scorer that asks a server itself: its address, a model, and a key."""
+KEY_OF_SERVER = "VLLM_API_KEY"
+"""Variable of the environment: the key of the server, where it has one."""
+NAMED = ("base_url", "model")
+"""Parameters of such a scorer beside the row."""
+
+
+@contextmanager
+def _asking(sample: Sample) -> Iterator[None]:
+    """Sets the variables for calls on a sample, and puts them back."""
+    if not sample.base_url:
+        yield
+        return
+    key = os.environ.get(KEY_OF_SERVER) or os.environ.get(KEY) or "none"  # clients ask for one
+    values = {BASE_URL: sample.base_url, MODEL: sample.model, KEY: key}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def takes_batch(function: Callable[..., Any]) -> bool:
@@ -81,10 +113,22 @@ def check_form(scorer: Score, name: str) -> None:
             )
 
 
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Returns whether a function can be called with so many arguments."""
+def check_asks(scorer: Score, name: str) -> None:
+    """Raises a `RequestError` where a scorer called `name`, which asks a server itself, cannot be called with a row."""
+    for function in scorer if isinstance(scorer, tuple) else (scorer,):
+        names = _names(function)
+        of_texts = any(each in ("completions", *OF_OTHER_FORMS) for each in names[:1])
+        if of_texts or not _takes(function, 1, *(each for each in NAMED if each in names[1:])):
+            raise RequestError(
+                f"train.serve: {name} takes ({', '.join(names)}); write f(row), or f(row, base_url, model), which asks "
+                "the model itself, or leave train.serve out."
+            )
+
+
+def _takes(function: Callable[..., Any], count: int, *names: str) -> bool:
+    """Returns whether a function can be called with so many arguments, and others by their names."""
     try:
-        inspect.signature(function).bind(*[None] * count)
+        inspect.signature(function).bind(*[None] * count, **dict.fromkeys(names))
     except TypeError:
         return False
     except ValueError:  # some builtins have no signature
@@ -92,11 +136,18 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def arguments(function: Callable[..., Any], sample: Sample) -> tuple[Any, ...]:
-    """Returns what a function of one sample is called with: (prompt, completion, fields), or a dictionary of them."""
+def call_on(function: Callable[..., Any], sample: Sample) -> Callable[[], Any]:
+    """Returns the call of a function of one sample.
+
+    It gets (prompt, completion, fields), or a dictionary of them; one that asks a server itself a dictionary without a
+    completion of the model's, and those of `NAMED` that it has.
+    """
+    if sample.base_url:
+        given = {name: getattr(sample, name) for name in NAMED if name in _names(function)[1:]}
+        return partial(function, {"prompt": sample.prompt, **sample.fields}, **given)
     if len(_names(function)) == 1:
-        return ({**sample.fields, "prompt": sample.prompt, "completion": sample.completion},)
-    return sample.prompt, sample.completion, dict(sample.fields)
+        return partial(function, {**sample.fields, "prompt": sample.prompt, "completion": sample.completion})
+    return partial(function, sample.prompt, sample.completion, dict(sample.fields))
 
 
 def columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
@@ -142,12 +193,14 @@ def _end_copy(error: BaseException) -> NoReturn:
 def scored(scorer: Score, samples: Sequence[Sample]) -> list[Scored]:
     """Returns the score of each sample, by this process. A call that fails is made up to `TRIES` times.
 
+    Samples that a scorer asks a server for are of one model.
+
     The values of several functions are parts of a score, by their names. Where one of them fails, the sum is not known,
     and the score is missing; where one returns None, its part is.
 
     What a function prints goes to standard error: a command's answer alone goes to standard output.
     """
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(sys.stderr), _asking(samples[0]):
         if isinstance(scorer, tuple):
             values = _together(function_names(scorer), [_values(function, samples) for function in scorer])
         else:
@@ -190,7 +243,7 @@ def _values(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Any
         if not isinstance(values, Sequence) or len(values) != len(samples):
             return [missing(f"returned {shown(values)}, not a list of {len(samples)} scores")] * len(samples)
         return list(values)
-    found = [_tried(partial(function, *arguments(function, sample))) for sample in samples]
+    found = [_tried(call_on(function, sample)) for sample in samples]
     if not any(inspect.isawaitable(value) for value in found):
         return found
     try:
@@ -216,7 +269,7 @@ async def _all(function: Callable[..., Any], samples: Sequence[Sample], begun: S
         for attempt in range(TRIES):
             try:
                 with _ending_copies():
-                    value: Any = function(*arguments(function, sample)) if attempt else first
+                    value: Any = call_on(function, sample)() if attempt else first
                     return await value if inspect.isawaitable(value) else value
             except KeyboardInterrupt:
                 raise

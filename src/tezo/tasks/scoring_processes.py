@@ -22,6 +22,9 @@ from tezo.tasks.scorers import load_score
 from tezo.tasks.scores import Scored, missing
 from tezo.tasks.scoring import Sample, scored
 
+SECONDS_OF_A_SCORE = 60.0
+"""Limit of a call where it is not set."""
+
 
 class Processes:
     """Processes that score, each with the function of a file. They get samples, and answer, as lines of JSON.
@@ -43,6 +46,7 @@ class Processes:
         for _ in range(count):
             self._free.put(None)
         self._count = count
+        self._called: set[_Process] = set()
 
     def scored(self, samples: Sequence[Sample], *, batch: bool) -> list[Scored]:
         """Returns the score of each sample; those of calls that do not end in time are missing.
@@ -59,7 +63,9 @@ class Processes:
         try:
             if process is None:
                 process = _Process(self._scorer, self._folder)
+            self._called.add(process)
             found = process.scored(samples, self._seconds)
+            self._called.discard(process)
             if isinstance(found, str):
                 process = None
                 return [missing(found)] * len(samples)
@@ -68,7 +74,10 @@ class Processes:
             self._free.put(process)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes, and the calls that are under way where an error has ended what asked for them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for called in [*self._called]:
+            called.kill()
         for _ in range(self._count):
             process = self._free.get()
             if process is not None:
@@ -114,7 +123,7 @@ class _Process:
 
     def _read(self, seconds: float) -> str:
         assert self._process.stdout is not None
-        timer = threading.Timer(seconds, self._kill)
+        timer = threading.Timer(seconds, self.kill)
         timer.start()
         try:
             line = self._process.stdout.readline()
@@ -124,7 +133,7 @@ class _Process:
             self.end()
         return line
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """Kills the process, and the programs that the scorer has started: they may have its pipes."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -138,7 +147,7 @@ class _Process:
                 pipe.close() if pipe else None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDING_SECONDS)
-        self._kill()
+        self.kill()
         self._process.wait()
 
 

@@ -17,7 +17,7 @@ from tezo.forward.engine import Engine
 from tezo.forward.interception import DirectReads
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
 from tezo.methods import AUTO, BASELINES, ES, METHODS, method
-from tezo.models.kinds import IN_MEMORY, is_unused
+from tezo.models.kinds import ADDRESS, IN_MEMORY, engine_kind, is_unused
 from tezo.models.loading import SETTLED, LoadedModel, check_head_not_tied
 from tezo.models.local_names import working_folder
 from tezo.models.peft import add_adapter
@@ -30,12 +30,14 @@ from tezo.tasks.examples import check_answers
 from tezo.tasks.notices import label_notices, leak_notices, rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import Encoded, Objective
+from tezo.tasks.own_server import check_free
+from tezo.tasks.programs import PROGRAMS, SECONDS_OF_A_PROGRAM, ProgramReward
 from tezo.tasks.rewards import Reward, prompt_of
 from tezo.tasks.rows import Format
 from tezo.tasks.scorer_identity import Identity
 from tezo.tasks.scorers import identity, load_score, name_of
 from tezo.tasks.scoring import REWARD, Score
-from tezo.tasks.scoring_processes import Processes
+from tezo.tasks.scoring_processes import SECONDS_OF_A_SCORE, Processes
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import Splits, digest_of, divide, read_splits
 from tezo.training.choices import Choices, choose_columns, choose_dtype, choose_method, choose_size, resolve
@@ -140,13 +142,18 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
     """
     train = config.train
     if train.objective != REWARD:
-        for key in ("max_new_tokens", "temperature", "reward_workers", "reward_seconds"):
+        for key in ("max_new_tokens", "temperature", "reward_workers", "reward_seconds", "serve", "serve_port"):
             if getattr(train, key) != getattr(TrainConfig, key):
                 raise RequestError(
                     f"train.{key} is {getattr(train, key)}, which is for a reward; give train.reward too."
                 )
         return None
-    if train.reward_seconds != TrainConfig.reward_seconds and not train.reward_workers:
+    workers = train.reward_workers or (PROGRAMS if train.serve and given is None else 0)
+    if train.serve:
+        _check_serves(config)
+    elif train.serve_port:
+        raise RequestError(f"train.serve_port is {train.serve_port}, which is for train.serve; set that too.")
+    if train.reward_seconds is not None and not workers:
         raise RequestError(
             f"train.reward_seconds is {train.reward_seconds:g}, a limit of processes that score; set "
             "train.reward_workers to their number too."
@@ -168,9 +175,27 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
         name, folder = str(train.reward), working_folder()
         with current().phase(SCORER):
             score, known_by = load_score(name)  # its file may change the folder
-        if train.reward_workers:
-            processes = Processes(name, train.reward_workers, train.reward_seconds, folder)
-    return Reward(score, name, known_by, train.max_new_tokens, train.temperature, train.seed, processes, given is None)
+        if workers:
+            usual = SECONDS_OF_A_PROGRAM if train.serve else SECONDS_OF_A_SCORE
+            processes = Processes(name, workers, train.reward_seconds or usual, folder)
+    common = score, name, known_by, train.max_new_tokens, train.temperature, train.seed, processes, given is None
+    return ProgramReward(*common, port=train.serve_port) if train.serve else Reward(*common)
+
+
+def _check_serves(config: Config) -> None:
+    """Raises a `RequestError` where the model of a configuration cannot have names on a server."""
+    model, port = config.model, config.train.serve_port
+    if model.workers:
+        raise RequestError(
+            f"model.workers is {model.workers}, and train.serve answers from one engine of this process; leave one of "
+            "them out."
+        )
+    if engine_kind(model.engine) != ADDRESS:
+        check_free(port)
+    elif port:
+        raise RequestError(
+            f"train.serve_port is {port}, and model.engine is a server, which answers at its address; leave it out."
+        )
 
 
 def with_reward(config: Config, reward: Score | str | None) -> tuple[Config, Score | None]:
@@ -184,12 +209,7 @@ def with_reward(config: Config, reward: Score | str | None) -> tuple[Config, Sco
 
 def reward_notice(reward: Reward | None) -> list[str]:
     """What an evaluation of the reward takes."""
-    if reward is None:
-        return []
-    return [
-        f"train.reward: an evaluation of {reward.name} writes up to {reward.max_new_tokens} tokens for each row, each "
-        "by a forward pass; num_forward_passes counts the evaluation as one."
-    ]
+    return [] if reward is None else [reward.notice]
 
 
 MOST_UNKNOWN = 8
@@ -318,11 +338,14 @@ def prepare(
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
     looked, stepped = looked_and_stepped(config, len(used.train), judged=bool(used.dev))
 
+    unchecked: list[str] = []
+
     def build(settings: Config) -> BaseOptimizer:
         try:
             optimizer = make_optimizer(settings, loaded, untrained)
             if loaded.engine is not None:
-                loaded.engine.reserve(optimizer.largest_rank(settings.train.num_steps))
+                modules = [target.sites[0].name for target in optimizer.targets]
+                unchecked.extend(loaded.engine.reserve(optimizer.largest_rank(settings.train.num_steps), modules))
         except RequestError as error:
             if engine == engines.TORCH:
                 raise
@@ -374,6 +397,7 @@ def prepare(
             *left_out_notice(config, optimizer, untrained),
             *rank_notice(config, optimizer),
             *found.notices,
+            *dict.fromkeys(unchecked),
         ),
     )
 

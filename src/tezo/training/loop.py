@@ -212,8 +212,8 @@ class Loop:
             raise
         finally:
             self.folder.close()
-            if self.job.reward is not None and self.job.reward.processes is not None:
-                self.job.reward.processes.close()
+            if self.job.reward is not None:
+                self.job.reward.close()
             for listener in self.listeners:
                 listener.closed()
 

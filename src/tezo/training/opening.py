@@ -263,8 +263,8 @@ def measure_rows(
             raise
         raise RequestError(f"{error} The {by_reward}") from None
     finally:
-        if reward is not None and reward.processes is not None:
-            reward.processes.close()
+        if reward is not None:
+            reward.close()
     gaps = reward.gaps if reward is not None else {}
     said = [*notices, *(f"{GAPS[kind]}: {reason}." for kind, reason in gaps.items())]
     return metrics, [*said, f"the {by_reward}"] if untold else said

@@ -59,6 +59,9 @@ MAY_CHANGE_ON_RESUME = (
     "model.workers",
     "model.trust_remote_code",
     "train.reward",
+    "train.reward_workers",
+    "train.reward_seconds",
+    "train.serve_port",
 )
 """Settings that may change between the parts of a run: they don't change what it computes on one device."""
 NUM_STEPS = ("train.steps", "train.epochs")
@@ -122,6 +125,7 @@ def check_same(found: Mapping[str, Any], asked: Mapping[str, Any], optimizer: Ba
     """
     check_complete(found)
     before, now = _fixed(found["config"]), _fixed(asked["config"])
+    before.setdefault("train.serve", False)  # of an earlier version, which had none
     if before.get("model.dtype") == "auto":  # of an earlier version, which left it open
         before["model.dtype"] = now["model.dtype"]
     check_settings(before, _with_moved(before, now))
@@ -299,7 +303,7 @@ def changed_scorer(job: Job, state: ResumeState, folder: RunFolder, *, accepted:
     step, name = len(state.steps), job.reward.name
     if accepted:
         return ScorerChange(step, name, now, None)
-    if not state.scorer_failed:
+    if not state.scorer_failed or not job.reward.scores_texts:
         raise RequestError(f"{OTHER} ({part} differs); put it back, or {WORD}.")
     with current().phase(SCORING):
         count, other = _scored_again(job, job.reward, state, folder)

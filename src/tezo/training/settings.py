@@ -60,9 +60,13 @@ class TrainConfig:
     temperature: float = 0.0
     """Temperature that a reward's completions are sampled at, with random numbers that both signs share; 0: greedy."""
     reward_workers: int = 0
-    """Processes in which the scorer of a file is called; 0: it is called in the process of the run."""
-    reward_seconds: float = 60.0
-    """Limit of the time for a score in such a process. What takes longer is missing."""
+    """Processes in which the scorer of a file is called; 0: it is called in the process of the run, by serve in 16."""
+    reward_seconds: float | None = None
+    """Limit of the time for a score in such a process; what takes longer is missing. Default: 60, by serve 600."""
+    serve: bool = False
+    """Whether the scorer asks the model itself, by its name on an OpenAI-compatible server; see docs/rewards.md."""
+    serve_port: int = 0
+    """Port of 127.0.0.1 where the model answers; 0: any that is free. A vLLM server answers at its own address."""
     seed: int = 0
     """Seed of directions, data order and sampling."""
     schedule: Literal["constant", "linear", "cosine"] | None = None
@@ -397,6 +401,7 @@ _LEAST = {
     "train.max_new_tokens": 1,
     "train.temperature": 0,
     "train.reward_workers": 0,
+    "train.serve_port": 0,
     "train.eval_batch_size": 1,
     "train.log_every": 1,
     "train.feedback_first": 0,
@@ -437,7 +442,7 @@ def _check(config: Config) -> None:
             )
     if train.epochs is not None and not 0 < train.epochs < math.inf:
         raise RequestError(f"train.epochs is {train.epochs}; it must be positive and finite.")
-    if not train.reward_seconds > 0:
+    if train.reward_seconds is not None and not train.reward_seconds > 0:
         raise RequestError(f"train.reward_seconds is {train.reward_seconds:g}; it must be positive.")
     if data.train is None and data.task is None:
         raise RequestError("data.train is not set; give --data, or --task for one of `tezo tasks`.")
@@ -528,7 +533,9 @@ class Options(TypedDict, total=False):
     feedback_last: int | None
     batch_size: int | None
     reward_workers: int
-    reward_seconds: float
+    reward_seconds: float | None
+    serve: bool
+    serve_port: int
     objective: str
     max_new_tokens: int
     temperature: float

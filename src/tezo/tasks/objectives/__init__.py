@@ -27,6 +27,7 @@ def objective_for(loaded: LoadedModel, options: Sequence[str], max_length: int |
     length = min(max_length or loaded.max_length, loaded.max_length)
     head = (loaded.classes,) if loaded.classes else ()
     found = _OBJECTIVES[loaded.kind](loaded.tokenizer, loaded.device, length, options, *head, model=loaded.model)
+    found.context = loaded.max_length
     if loaded.engine is not None and isinstance(found, CausalObjective):
         found.evaluator = CausalInEngine(loaded.engine)
     return found

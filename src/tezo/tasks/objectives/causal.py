@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from tezo.directions.outputs import of_tokens
 from tezo.directions.targets import device_of
@@ -17,7 +17,7 @@ from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.batch import Batch, Pass, TokenTree, common_prefix, packed_tree
 from tezo.tasks.objectives.ends import ends_of
-from tezo.tasks.objectives.evaluators import TextEvaluator, base_of, logits_and_hidden_at, logits_at
+from tezo.tasks.objectives.evaluators import TextEvaluator, Writer, base_of, logits_and_hidden_at, logits_at
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.objectives.packing import longest_packed, takes_packed
 
@@ -49,6 +49,11 @@ class CausalObjective(Objective):
         self._model: weakref.ref[Any] | None = None
         self._most: int | None = None
 
+    def prompt_tokens(self, text: str, *, chat: bool) -> list[int]:
+        """Returns the tokens of a prompt, which is not cut; `chat`: a chat template wrote it."""
+        (ids,) = self._tokens([text], chat=chat)
+        return ids
+
     def _encode(self, example: Example) -> Encoded:
         if example.whole:
             return self._whole(example)
@@ -57,11 +62,13 @@ class CausalObjective(Objective):
         if learns_end:
             text, end = self.ends.within(example.answer, example.prompt, chat=example.chat)
         texts = example.options or (text,)
-        (prompt,) = self._tokens([example.prompt], example)
+        prompt = self.prompt_tokens(example.prompt, chat=example.chat)
         sequences, answers, split = [], [], False
         many = max(1, AT_ONCE // max(1, len(example.prompt)))
         parts = [texts[start : start + many] for start in range(0, len(texts), many)]
-        wholes = (ids for part in parts for ids in self._tokens([example.prompt + text for text in part], example))
+        wholes = (
+            ids for part in parts for ids in self._tokens([example.prompt + text for text in part], chat=example.chat)
+        )
         for text, whole in zip(texts, wholes, strict=True):
             hidden = len(whole) <= len(prompt) and text.strip()  # by a token for all words that are not known
             if hidden or whole[: len(prompt)] != prompt:  # a token spans the boundary: encode the answer separately
@@ -86,7 +93,7 @@ class CausalObjective(Objective):
     def _whole(self, example: Example) -> Encoded:
         """Encodes a text of which all tokens after the first are learnt; its end is cut where it is too long."""
         text, end = self.ends.within(example.answer, example.answer, chat=False)
-        (ids,) = self._tokens([text], example)
+        (ids,) = self._tokens([text], chat=example.chat)
         ids = self._ended(ids, 0, end, example)
         if len(ids) > self.max_length:
             self.cuts.add(len(ids) - self.max_length, example.where)
@@ -97,9 +104,9 @@ class CausalObjective(Objective):
         self._note_unknown(ids, example)
         return Encoded((tuple(ids),), (len(ids) - 1,), example)
 
-    def _tokens(self, texts: Sequence[str], example: Example) -> list[list[int]]:
+    def _tokens(self, texts: Sequence[str], *, chat: bool) -> list[list[int]]:
         found = list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
-        first = [] if example.chat else self._first  # a rendered prompt has its special tokens
+        first = [] if chat else self._first  # a rendered prompt has its special tokens
         return [ids if ids[: len(first)] == first else first + ids for ids in found]
 
     def _ended(self, ids: list[int], start: int, end: int | None, example: Example) -> list[int]:
@@ -251,6 +258,15 @@ class CausalInTorch(TextEvaluator):
                 return torch.cat([noisy(part, rows, ids.shape[1] - length) for part in scores.chunk(copies)])
 
             more["logits_processor"] = LogitsProcessorList([sample])
+        if wanted.ended is not None:
+            ended = wanted.ended
+
+            def are_ended(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+                del scores
+                written = (row[length:].tolist() for row in ids)
+                return torch.tensor([ended(i % len(prompts), row) for i, row in enumerate(written)], device=device)
+
+            more["stopping_criteria"] = StoppingCriteriaList([are_ended])
         if wanted.heard is not None:
             more["streamer"] = _Heard(wanted.heard)
         base = base_of(model)
@@ -270,6 +286,14 @@ class CausalInTorch(TextEvaluator):
         finally:
             base.generation_config = kept
         return [part.tolist() for part in output[:, length:].chunk(copies)]
+
+    def writers(self, model: Any, tokenizer: Any, copies: int) -> list[Writer]:
+        assert copies == 1
+
+        def write(prompts: Sequence[Sequence[int]], wanted: Continuing) -> list[list[int]]:
+            return self.continuations(model, tokenizer, prompts, wanted)[0]
+
+        return [write]
 
 
 class _Heard:

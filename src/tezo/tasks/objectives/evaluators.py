@@ -5,18 +5,23 @@ The output head is applied at selected positions, not at all of them.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tezo.directions.outputs import Places
-from tezo.forward.engine import Continuing
+from tezo.forward.engine import Continuing, Named
 from tezo.forward.watching import Watcher, hooked, layer_rows
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.batch import Batch
+
+T = TypeVar("T")
+
+Writer = Callable[[Sequence[Sequence[int]], Continuing], list[list[int]]]
+"""(prompts, how they are continued) -> the tokens that one model writes after each of them."""
 
 
 class Evaluator(ABC):
@@ -103,6 +108,20 @@ class TextEvaluator(Evaluator):
 
         All copies sample with the same random numbers.
         """
+
+    serves = False
+    """Whether the passes run on an OpenAI-compatible server, on which models can have names; see `serve`."""
+    most_named = 1
+    """Number of models that can have names at once."""
+
+    @abstractmethod
+    def writers(self, model: Any, tokenizer: Any, copies: int) -> list[Writer]:
+        """Returns what each of `copies` models, `most_named` at most, writes with, while the parameters are as now."""
+
+    def serve(self, model: Any, copies: int, ask: Callable[[Named], T]) -> list[T]:
+        """See `Engine.serve`, for each of `copies` models, `most_named` at most."""
+        del model, copies, ask
+        raise RequestError("torch does not answer by names of models.")
 
 
 def logits_at(model: Any, inputs: dict[str, Tensor], positions_SK: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """Forward passes of causal models in an engine, which is sent the change of the weights."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from tezo.forward.engine import (
     Continuing,
     Engine,
     LayerInputs,
+    Named,
     Told,
     Watch,
     changes_of,
@@ -29,9 +31,15 @@ from tezo.system.progress import current
 from tezo.tasks.objectives.batch import Batch, Pass, padded
 from tezo.tasks.objectives.causal import CausalInTorch
 from tezo.tasks.objectives.ends import text_after
-from tezo.tasks.objectives.evaluators import TextEvaluator
+from tezo.tasks.objectives.evaluators import TextEvaluator, Writer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+MOST_NAMED = 64
+"""Changes of an engine that is not a server that have names at once; it computes under one of them at a time."""
 
 
 class CausalInEngine(TextEvaluator):
@@ -43,6 +51,7 @@ class CausalInEngine(TextEvaluator):
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.engine, self.most_copies = engine, engine.name, engine.at_once
+        self.serves, self.most_named = engine.serves, engine.at_once if engine.serves else MOST_NAMED
         self._has_warned = False
         self._watching: _Watching | None = None
 
@@ -130,7 +139,7 @@ class CausalInEngine(TextEvaluator):
         def line_ended(row: int, tokens: Sequence[int]) -> bool:  # a line break may be a part of a token
             return "\n" in text_after(tokenizer, prompts[row], tokens, special=True)
 
-        wanted = replace(wanted, line_ended=line_ended if wanted.one_line else None)
+        wanted = replace(wanted, ended=line_ended if wanted.one_line else None)
         found = self._engine.generate(self._changes(model, copies), prompts, wanted)
         if wanted.heard is not None and not self._engine.streams:
             for token in found[0][0]:
@@ -138,6 +147,22 @@ class CausalInEngine(TextEvaluator):
         if copies > 1 and all(texts == found[0] for texts in found):  # by chance, or it ignores changes
             self._engine.check_changes()
         current().count(sum(len(row) for texts in found for row in texts))
+        return found
+
+    def writers(self, model: Any, tokenizer: Any, copies: int) -> list[Writer]:
+        del tokenizer
+
+        def write(change: Change, prompts: Sequence[Sequence[int]], wanted: Continuing) -> list[list[int]]:
+            (found,) = self._engine.generate([change], prompts, wanted)
+            current().count(sum(map(len, found)))
+            return found
+
+        return [partial(write, change) for change in self._changes(model, copies)]
+
+    def serve(self, model: Any, copies: int, ask: Callable[[Named], T]) -> list[T]:
+        found = self._engine.serve(self._changes(model, copies), ask)
+        if copies > 1 and all(one == found[0] for one in found):  # by chance, or it ignores changes
+            self._engine.check_changes()
         return found
 
     @property

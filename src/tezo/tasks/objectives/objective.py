@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from tezo.models.loading import num_embeddings
+from tezo.models.loading import UNBOUNDED, num_embeddings
 from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
@@ -75,6 +75,8 @@ class Objective(ABC):
     """Whether the options of an example share a row; None until `adapt` has tried it on examples."""
     evaluator: Evaluator
     """Runs the model on batches."""
+    context = UNBOUNDED
+    """Tokens of a prompt and its answer that the model takes."""
 
     def __init__(
         self, tokenizer: Any, device: torch.device, max_length: int, options: Sequence[str], *, model: Any = None
