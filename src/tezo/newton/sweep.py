@@ -7,9 +7,10 @@ that of this function; Adam follows it, at rates that fall to zero along the swe
     U <- U - f_s U_RATE h / (N sqrt(D)) Adam(dL_s / dU),
     V <- V - f_s V_RATE / sqrt(I) Adam(dL_s / dV),   f_s = (1 - s / S) / (1 + t),   s = 0, ..., S - 1,
 
-t the number of the sweep, from U = 0 (D, r) and entries of V (I, r) that are normal with variance 1 / I. The N layers write to one stream, whose
-root mean square behind the last block is h. It is one forward pass a batch, and what has been learnt moves attention,
-which a function that is fitted to a single pass would hold as it was.
+t the step of the sweep, from U = 0 (D, r) and entries of V (I, r) that are normal with variance 1 / I. The N layers
+write to one stream, whose root mean square behind the last block is h. It is one forward pass a batch, and what has
+been learnt moves attention, which a function that is fitted to a single pass would hold as it was. Later sweeps are
+slower, since the first one may have learnt the rows that come again.
 """
 
 import math
