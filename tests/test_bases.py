@@ -9,7 +9,7 @@ from tiny import lm_loss, sines, tiny_gpt2, tiny_llama, tiny_opt, tokens
 from torch import Tensor, nn
 
 from tezo.directions.bases import activation
-from tezo.directions.bases.activation import ActivationBasis, collecting_bytes, finder_bytes, groups
+from tezo.directions.bases.activation import ActivationBasis, finder_bytes, groups
 from tezo.directions.bases.basis import GaussianBasis, input_size
 from tezo.methods import METHODS
 from tezo.methods.bases import BASES, find_basis
@@ -143,7 +143,9 @@ def test_range_finders_take_a_share_of_the_layers_bytes_within_two_bounds(least,
         assert taken <= allowed or len(group) == 1
         assert taken + own[following[0]] > allowed  # no group more than is needed
     assert len(found) > 1
-    assert collecting_bytes(targets, ranks) == max(sum(own[name] for name in group) for group in found)
+    assert ActivationBasis().collecting_bytes(targets, ranks) == max(
+        sum(own[name] for name in group) for group in found
+    )
 
 
 def test_looking_changes_neither_the_model_nor_its_mode():

@@ -13,7 +13,8 @@ from tezo.directions.targets import ALL_LINEAR, select_targets
 from tezo.newton import last_blocks as rebuilding
 from tezo.newton import sweep as sweeping
 from tezo.newton.last_blocks import last_blocks
-from tezo.newton.sweep import beside, blocks_to_sweep, sweep
+from tezo.newton.look import ErrorBasis
+from tezo.newton.sweep import beside, blocks_to_sweep, sweep, swept_bytes
 from tezo.training.job import prepare
 from tezo.training.settings import parse_config
 
@@ -138,3 +139,23 @@ def test_blocks_take_no_more_than_their_bytes(job):
     assert blocks_to_sweep(targets, last, rows, 1 << 40) == every[-math.ceil(sweeping.LAST_BLOCKS * len(every)) :]
     assert blocks_to_sweep(targets, last, rows, 100) == []
     assert blocks_to_sweep([t for t in targets if "mlp" in t.name], last, rows, 1 << 40) == []
+
+
+@torch.no_grad()
+def test_the_bytes_of_weights_that_are_kept_are_forecast(job, monkeypatch):
+    kept = []
+
+    class Told(rebuilding.LastBlocks):
+        def __init__(self, *own):
+            super().__init__(*own)
+            kept.extend(tensor for layer in self._writers.values() for tensor in layer[:1])
+            kept.extend(layer[0] for mlp in self._mlps for layer in (mlp.gate, mlp.up))
+
+    monkeypatch.setattr(sweeping, "LastBlocks", Told)
+    monkeypatch.setattr(sweeping, "BATCHES", 1)
+    _, last, batches = parts(job)
+    targets = select_targets(job.model, (ALL_LINEAR,))
+    blocks = blocks_to_sweep(targets, last, batches[0], 1 << 40)
+    sweep(job.model, last, blocks, batches.__getitem__, {t.name: RANK for t in writers(blocks)}, 0)
+    assert swept_bytes(targets, last) == sum(tensor.nbytes for tensor in kept) > 0
+    assert ErrorBasis().collecting_bytes(targets, {}) >= swept_bytes(targets, last)

@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
-from tezo.directions.bases.activation import collecting_bytes
 from tezo.directions.random import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.directions.targets import ALL, device_of, is_packed, select_targets
 from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.methods import METHODS, Method
+from tezo.methods.bases import find_basis
 from tezo.models.kinds import Kind, ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.peft import add_adapter
@@ -52,8 +52,7 @@ class Forecast:
         method: name of the method.
         trained: number of values in the tuned parameters.
         kept: bytes in addition to the model: factors, coefficients and moments, without the activations of a pass.
-        collecting: bytes of the sketches in the passes before the first step that show a data-dependent basis the
-            inputs.
+        collecting: bytes that the passes before the first step keep for a data-dependent basis, such as inputs.
         written: bytes of the stored weights that every step writes.
         rank: largest rank of the directions; None if they are dense.
         adapter: whether the result is an exact LoRA adapter.
@@ -83,9 +82,9 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
     defaults = method.defaults()
     if "rank" in defaults:
         options.setdefault("rank", defaults["rank"] or defaults["max_rank"])
-    sees_data = options.get("basis", defaults.get("basis")) == "activation"
+    basis = find_basis(options.get("basis", defaults.get("basis", "gaussian")))
     if "basis" in defaults:
-        options["basis"] = "gaussian"  # a data-dependent basis keeps as much memory, but there is no data here
+        options["basis"] = "gaussian"  # a data-dependent basis keeps as much between steps, but there is no data here
     try:
         optimizer = method.build(model, seed=0, **options)
     except RequestError as error:
@@ -97,7 +96,7 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
             method.name,
             trained=sum(target.shape.numel() for target in optimizer.targets),
             kept=optimizer.factor_bytes + _kept(optimizer),
-            collecting=collecting_bytes(matrices, ranks) if sees_data else 0,
+            collecting=basis.collecting_bytes(matrices, ranks),
             written=sum(
                 perturbed.target.parameter.nbytes
                 for perturbed in optimizer.parameters.values()

@@ -46,7 +46,7 @@ from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.newton.labels import Layout, common, contrasts, is_biased, regress
 from tezo.newton.last_blocks import NotRebuiltError, name_of
 from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, finite
-from tezo.newton.sweep import BATCHES, ROWS, blocks_to_sweep, sweep
+from tezo.newton.sweep import BATCHES, ROWS, blocks_to_sweep, sweep, swept_bytes
 from tezo.newton.text import Pair, Seen, fit_text
 from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
@@ -183,6 +183,14 @@ class ErrorBasis(DataBasis[Look]):
             return self._first(refresh_step, source, rows.passes)
         return look_at_labels(rows, vectors, self._targets, self._ranks, rows.passes)
 
+    def collecting_bytes(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> int:
+        del ranks
+        if not targets:
+            return 0
+        layers = may_change(targets)
+        labelled = rows_to_record(layers, targets, MOST_LABELLED) * _row_bytes(layers)
+        return max(labelled, swept_bytes(targets, layers[-1]))
+
     def read(self, stored: StoredTensors) -> Look:
         return Look.from_tensors(stored, [target.name for target in self._targets])
 
@@ -202,9 +210,8 @@ class ErrorBasis(DataBasis[Look]):
                 "errors; choose others with method.targets, or set method.basis=gaussian."
             )
         model = source.model
-        like_last = [target for target in self._targets if output_size(target) == output_size(self._targets[-1])]
-        tried = like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
-        count = self._rows_to_record(tried, MOST_ROWS)
+        tried = may_change(self._targets)
+        count = rows_to_record(tried, self._targets, MOST_ROWS)
         rows = _rows(source, refresh_step, count)
         passes += len(rows.places())
         if rows.are_texts:
@@ -235,7 +242,7 @@ class ErrorBasis(DataBasis[Look]):
     def _record(self, refresh_step: int, source: Source, vectors: ClassVectors) -> LabelledRows:
         """Returns as many labelled rows as the inputs of these layers may be kept of."""
         layers = [target for target in self._targets if target.name in vectors.layers]
-        rows = _rows(source, refresh_step, self._rows_to_record(layers, MOST_LABELLED))
+        rows = _rows(source, refresh_step, rows_to_record(layers, self._targets, MOST_LABELLED))
         recorded = InputRecorder(layers)
         with rows.watching(source.model, recorded):
             return LabelledRows(recorded, finite(rows.outputs()), rows.stepped, len(rows.places()))
@@ -264,10 +271,21 @@ class ErrorBasis(DataBasis[Look]):
         whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
         return Look(inputs=v, outputs=u, proposals=whole_1R, passes=passes)
 
-    def _rows_to_record(self, targets: Sequence[Target], most: int) -> int:
-        """Returns the number of rows, at most `most`, whose inputs of these layers may be kept."""
-        row, every = sum(4 * input_size(target) for target in targets), sum(t.parameter.nbytes for t in self._targets)
-        return max(LEAST_ROWS, min(most, every // SHARE // max(1, row)))
+
+def may_change(targets: Sequence[Target]) -> list[Target]:
+    """Returns the layers that a look may change, of all that are tuned."""
+    like_last = [target for target in targets if output_size(target) == output_size(targets[-1])]
+    return like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
+
+
+def rows_to_record(layers: Sequence[Target], every: Sequence[Target], most: int) -> int:
+    """Returns the number of rows, at most `most`, whose inputs of these layers may be kept."""
+    bytes_of_all = sum(target.parameter.nbytes for target in every)
+    return max(LEAST_ROWS, min(most, bytes_of_all // SHARE // max(1, _row_bytes(layers))))
+
+
+def _row_bytes(layers: Sequence[Target]) -> int:
+    return sum(4 * input_size(target) for target in layers)  # two inputs of each, in half precision
 
 
 def _rows(source: Source, refresh_step: int, count: int) -> RowOutputs:

@@ -54,10 +54,26 @@ def blocks_to_sweep(targets: Sequence[Target], last: Target, rows: RowOutputs, b
     """
     places = sum(len(each.place_P) for each in rows.places() if each is not None)
     found = last_blocks(targets, output_size(last))
-    every = [[block.attention, *block.readers, block.mlp] for block in found]
-    sizes = [sum(4 * places * input_size(t) + WEIGHTS.itemsize * t.shape.numel() for t in block) for block in every]
-    count = min(math.ceil(LAST_BLOCKS * len(found)), budget // max(sizes, default=1))
-    return found[len(found) - count :]
+    sizes = [sum(4 * places * input_size(t) + _weight_bytes(t) for t in _layers(block)) for block in found]
+    return found[len(found) - min(_most(found), budget // max(sizes, default=1)) :]
+
+
+def swept_bytes(targets: Sequence[Target], last: Target) -> int:
+    """Returns the bytes of the weights that a sweep keeps, beside the inputs of layers, which depend on the rows."""
+    found = last_blocks(targets, output_size(last))
+    return sum(_weight_bytes(t) for block in found[len(found) - _most(found) :] for t in _layers(block))
+
+
+def _most(blocks: Sequence[Block]) -> int:
+    return math.ceil(LAST_BLOCKS * len(blocks))
+
+
+def _layers(block: Block) -> list[Target]:
+    return [block.attention, *block.readers, block.mlp]
+
+
+def _weight_bytes(target: Target) -> int:
+    return WEIGHTS.itemsize * target.shape.numel()
 
 
 @contextmanager

@@ -97,6 +97,14 @@ class ActivationBasis(DataBasis[Factors]):
     Factors of the output side are random, and so are both factors of parameters other than linear layers' weights.
     """
 
+    def collecting_bytes(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> int:
+        linear = [target for target in targets if target.input_role is not None]  # others need no range finder
+        sizes = (
+            sum(finder_bytes(input_size(target), ranks[target.name], target.state_dtype) for target in group)
+            for group in groups(linear, ranks)
+        )
+        return max(sizes, default=0)
+
     def compute(self, refresh_step: int, source: Source) -> Factors:
         if source.passes is None:
             raise RequestError(
@@ -142,21 +150,6 @@ def groups(targets: Sequence[Target], ranks: Mapping[str, int]) -> Iterator[list
         taken += needed
     if group:
         yield group
-
-
-def collecting_bytes(targets: Sequence[Target], ranks: Mapping[str, int]) -> int:
-    """Returns the most bytes of range finders at a time while the factors of `targets` are computed.
-
-    Args:
-        targets: parameters; those that no linear layer has need no range finder.
-        ranks: name -> rank.
-    """
-    linear = [target for target in targets if target.input_role is not None]
-    sizes = (
-        sum(finder_bytes(input_size(target), ranks[target.name], target.state_dtype) for target in group)
-        for group in groups(linear, ranks)
-    )
-    return max(sizes, default=0)
 
 
 @contextmanager

@@ -148,6 +148,16 @@ class Basis(ABC):
     def factor(self, role: Role, target: Target, rank: int, seed: int, refresh_step: int) -> Tensor:
         """Returns the factor of `target` from a step on: (M, rank) for the role "u", (N, rank) for "v"."""
 
+    def collecting_bytes(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> int:
+        """Returns the most bytes that the passes of a refresh keep, as far as they do not depend on the rows.
+
+        Args:
+            targets: matrices to be tuned.
+            ranks: name -> rank.
+        """
+        del targets, ranks
+        return 0
+
     def proposals(self, refresh_step: int) -> Tensor | None:
         """Returns coefficients of directions, the same for all targets, (J, rank); None: they are random."""
         del refresh_step
