@@ -40,10 +40,10 @@ def gauss_newton(
     mend them (`tezo.newton.look`): 3 directions for two labels, of which the first `num_directions` are taken. Free
     text has one direction: in 32 passes over batches of 32 rows the last blocks learn by what each pass shows of them
     (`tezo.newton.sweep`), if they can be rebuilt from it, or else the last layer by a regression through the output
-    head (`tezo.newton.text`). Rows with per-row options need the basis `gaussian`, whose tau_j are drawn; K is `num_directions` then. The step is the minimum of
-    a convex model of the loss. It is shortened where the real loss is not that of the model, or where the loss of
-    dev rows is lower before its end (`tezo.newton.step`). `lr` is the part of it that is taken. A run without dev
-    rows has other labelled rows for refreshes than for steps.
+    head (`tezo.newton.text`). Rows with per-row options need the basis `gaussian`, whose tau_j are drawn; K is
+    `num_directions` then. The step is the minimum of a convex model of the loss. It is shortened where the real loss is
+    not that of the model, or where the loss of dev rows is lower before its end (`tezo.newton.step`). `lr` is the part
+    of it that is taken. A run without dev rows has other labelled rows for refreshes than for steps.
 
     The closure must be one of `tezo.closure`, or another `tezo.optim.closures.RowOutputs`. Without `optimizer.set_rows`
     a refresh has only the rows of its step.
