@@ -157,10 +157,10 @@ def test_a_model_whose_layers_do_not_write_to_the_head_is_named(tmp_path):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared folder with models and data is not here")
 def test_a_real_decoder_learns_more_in_one_round_than_published_steps_do_in_hundreds():
-    """One round takes the dev loss from 3.62 below 2.8; TeZO has 3.22 after 676 passes."""
+    """One round takes the dev loss from 3.62 below 2.5; TeZO has 3.22 after 676 passes."""
     folder = SHARED / "data/completions"
     train, dev = ([json.loads(line) for line in (folder / f"{part}.jsonl").read_text().splitlines()]
                   for part in ("train", "dev"))  # fmt: skip
     run = tezo.train(str(SHARED / "models/stories260K"), train, dev=dev, method="gauss-newton", steps=1, progress=False)
-    assert run.summary["dev_loss_before"] > 3.6 and run.summary["dev_loss"] < 2.8
+    assert run.summary["dev_loss_before"] > 3.6 and run.summary["dev_loss"] < 2.5
     run.close()
