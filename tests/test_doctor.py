@@ -109,7 +109,18 @@ def test_doctor_says_what_a_packed_model_cannot_take(tmp_path, model):
     assert done.code == 0, done.err
     report = json.loads(done.out)["model"]
     can = {row["method"] for row in report["methods"] if row["refusal"] is None}
-    assert can == {"tezo", "tezo-m", "tezo-cadam", "lozo", "lozo-m", "head-feedback", "subzo", "gauss-newton", "es"}
+    assert can == {
+        "tezo",
+        "tezo-m",
+        "tezo-cadam",
+        "lozo",
+        "lozo-m",
+        "head-feedback",
+        "subzo",
+        "gauss-newton",
+        "es",
+        "probe",
+    }
     whole = load_model(str(model)).model
     assert report["parameters"] == sum(p.numel() for p in whole.parameters()), "numbers, not bytes that hold two"
 

@@ -16,7 +16,7 @@ from tezo.training.job import prepare
 from tezo.training.rows_of_steps import RunRows, default_counts
 from tezo.training.settings import Config, parse_config
 
-PUBLISHED = [name for name in METHODS if name not in (ES, HEAD_FEEDBACK, GAUSS_NEWTON, "tezo-cadam")]
+PUBLISHED = [name for name in METHODS if name not in (ES, HEAD_FEEDBACK, GAUSS_NEWTON, "probe", "tezo-cadam")]
 CHOSEN = ("lr", "rho", "directions")
 
 

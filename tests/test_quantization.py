@@ -35,7 +35,7 @@ from tezo.system.errors import RequestError
 from tezo.training.job import load, make_optimizer
 from tezo.training.settings import parse_config
 
-BESIDE = ("tezo", "tezo-m", "tezo-cadam", "head-feedback", "gauss-newton", "es")
+BESIDE = ("tezo", "tezo-m", "tezo-cadam", "head-feedback", "gauss-newton", "es", "probe")
 FOLDED = ("lozo", "lozo-m", "subzo")
 FORMS = list(QUANTIZERS)
 

@@ -29,6 +29,7 @@ from tezo.methods.lozo import lozo_m as lozo_m
 from tezo.methods.mezo import mezo as mezo
 from tezo.methods.mezo import mezo_adam as mezo_adam
 from tezo.methods.mezo import mezo_m as mezo_m
+from tezo.methods.probe import probe as probe
 from tezo.methods.subspace import subzo as subzo
 from tezo.methods.subspace import zo_adamu as zo_adamu
 from tezo.methods.tezo import tezo as tezo
@@ -63,6 +64,11 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
             GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, takes_rows=True, takes_outputs=True,
             guarded=True, batch_size=128, steps=6, needs="forward passes, and of free text the rows of the output head",
             rate="the part of each step that is taken, 1 by default",
+        ),
+        Method(
+            "probe", probe, in_paper=False, exports_adapter=True, takes_rows=True, takes_outputs=True,
+            takes_labels=True, guarded=True, batch_size=128, steps=1,
+            rate="the part of the step that is taken, 1 by default",
         ),
         Method(
             ES, es, in_paper=False, exports_adapter=True, takes_rows=True, guarded=True, chosen=("rho",), steps=30,

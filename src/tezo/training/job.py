@@ -16,7 +16,7 @@ from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
 from tezo.forward.engine import Engine
 from tezo.forward.interception import DirectReads
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
-from tezo.methods import AUTO, BASELINES, ES, METHODS, method
+from tezo.methods import AUTO, BASELINES, ES, HEAD_FEEDBACK, METHODS, method
 from tezo.models.kinds import ADDRESS, IN_MEMORY, engine_kind, is_unused
 from tezo.models.loading import SETTLED, LoadedModel, check_head_not_tied
 from tezo.models.local_names import working_folder
@@ -333,7 +333,7 @@ def prepare(
     learns_outputs = bool(used.format.options) or (used.is_text and fits_text(loaded.model))
     choices.add(choose_method(config, loaded.kind, learns_outputs=learns_outputs))
     config = choices.config
-    _check_objective(config)
+    _check_objective(config, learns_labels=bool(used.format.options))
     untrained = _untrained(loaded, used.objective, used.train)
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
     looked, stepped = looked_and_stepped(config, len(used.train), judged=bool(used.dev))
@@ -410,8 +410,13 @@ def _held_out(config: Config, loaded: LoadedModel, used: "_EncodedRows") -> Held
     return HeldOutRows(objective.evaluator, loaded.model, batches, bool(objective.options))
 
 
-def _check_objective(config: Config) -> None:
+def _check_objective(config: Config, *, learns_labels: bool) -> None:
     name, objective, chosen = config.method.name, config.train.objective, method(config.method.name)
+    if chosen.takes_labels and not learns_labels:
+        raise RequestError(
+            f"method.name is {name}, which needs labels that all rows share, and these rows have none; leave --method "
+            f"{name} out, or name another method, such as --method {HEAD_FEEDBACK}."
+        )
     if chosen.takes_outputs and objective != LOSS:
         raise RequestError(
             f"train.objective is {objective}, and {name} needs the outputs of each row; choose another method "
