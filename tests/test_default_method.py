@@ -208,6 +208,15 @@ def test_a_method_has_its_schedule_unless_one_is_given(name, given, expected):
     assert lr_factor(6, replace(train_settings, schedule=expected)) == (0.25 if expected == "linear" else 1.0)
 
 
+def test_runs_on_free_text_have_sizes_of_their_own(home):
+    write_rows(home / "many.jsonl", completion_rows(60, seed=2))
+    for data, size, settings in (("many", (32, 3), ()), ("labels", (28, 6), ()),  # all that no dev row is
+                                 ("many", (5, 9), ("train.batch_size=5", "train.steps=9"))):  # fmt: skip
+        job = prepare(request(home, data=data, settings=("method.name=gauss-newton", *settings)), measuring=False)
+        job.optimizer.close()
+        assert (job.config.train.batch_size, job.config.train.steps) == size, data
+
+
 def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):
     # labels that a text does not tell: after its bias there is nothing to learn
     same = [{"text": "what it says", "label": label} for label in ["a", "b"] * 20]

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from tezo.optim.base_optimizer import BaseOptimizer
@@ -37,6 +37,7 @@ class Method(Generic[T]):
         batch_size: default of `train.batch_size`.
         least_rows: its least value.
         steps: default of `train.steps`; None: by the number of rows.
+        of_texts: (batch_size, steps) of runs on free text; None: as of other rows.
         schedule: default of `train.schedule`.
         rate: the meaning of `lr` where it is not a learning rate, in words.
     """
@@ -54,6 +55,7 @@ class Method(Generic[T]):
     batch_size: int = 16
     least_rows: int = 1
     steps: int | None = None
+    of_texts: tuple[int, int] | None = None
     schedule: Literal["constant", "linear"] = "constant"
     rate: str = ""
 
@@ -61,6 +63,11 @@ class Method(Generic[T]):
     def summary(self) -> str:
         """First line of the docstring."""
         return inspect.getdoc(self.build).partition("\n")[0]  # type: ignore[union-attr]
+
+    def for_texts(self) -> "Method[T]":
+        """Returns the method with the sizes that it has on free text."""
+        size, steps = self.of_texts or (self.batch_size, self.steps)
+        return replace(self, batch_size=size, steps=steps)
 
     def options(self) -> dict[str, Any]:
         """Option -> annotated type, for all options that a recipe may set."""

@@ -358,7 +358,8 @@ def prepare(
         )
         return optimizer
 
-    choices.add(choose_size(config.train, len(stepped), method(config.method.name)))
+    chosen = method(config.method.name)
+    choices.add(choose_size(config.train, len(stepped), chosen.for_texts() if used.is_text else chosen))
     train = choices.config.train
     if train.rows_per_step < (least := method(config.method.name).least_rows):
         raise RequestError(

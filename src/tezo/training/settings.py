@@ -42,7 +42,8 @@ class TrainConfig:
     """The section `train`: settings of the training loop."""
 
     steps: int | None = None
-    """Number of steps. Default: 20 epochs, at least 200 and at most 1000; 6 rounds of gauss-newton, 30 steps of es."""
+    """Number of steps. Default: 20 epochs, at least 200 and at most 1000; 6 rounds of gauss-newton, of free text
+    3, and 30 steps of es."""
     epochs: float | None = None
     """Passes over the training rows, instead of steps."""
     feedback_first: int | None = None
@@ -50,7 +51,8 @@ class TrainConfig:
     feedback_last: int | None = None
     """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
     batch_size: int | None = None
-    """Rows per step, each at most once. Default: 16, the paper's for LLMs (64 for RoBERTa); 128 for gauss-newton."""
+    """Rows per step, each at most once. Default: 16, the paper's for LLMs (64 for RoBERTa); 128 for gauss-newton, of
+    free text 32."""
     objective: str = LOSS
     """What is minimised: the loss, or the negative of the reward or a metric such as accuracy, f1 or exact_match."""
     reward: str | None = None
