@@ -30,8 +30,8 @@ from tezo.directions.targets import Target
 
 SWEEPS = 40
 """Rounds of alternating least squares, each over all places and then over all coordinates."""
-CLOSE = 0.03
-"""Largest part of what is rebuilt that may be missed: engines round what they multiply."""
+CLOSE = 0.1
+"""Largest part of what is rebuilt that may be missed. Engines round the inputs of layers in few bits."""
 WEIGHTS = torch.bfloat16
 """Type in which weights of rebuilt blocks are kept."""
 
