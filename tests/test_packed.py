@@ -12,6 +12,7 @@ from tezo.tasks.examples import Example
 from tezo.tasks.notices import token_notices
 from tezo.tasks.objectives.batch import MOST_TOKENS, like_lengths, packed_tree, tree_mask
 from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.closure import option_places
 from tezo.tasks.objectives.packing import takes_packed
 
 CPU = torch.device("cpu")
@@ -173,6 +174,29 @@ def test_the_model_sees_the_prompt_once_and_no_last_token(options):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(("options", "shared"), [*zip(SETS.values(), (0, 0, 1, 2), strict=True)], ids=SETS)
+def test_a_label_has_its_place_where_its_options_begin_to_differ(options, shared, packs):
+    _, packing, plain, encoded = pair("llama", options)
+    batch = (packing if packs else plain).collate(encoded)
+    (found,), (rows,) = option_places(batch, 0, causal=True), batch.passes
+    ids = rows.inputs["input_ids"]
+    for example, row, position, stop in zip(encoded, found.row_P, found.position_P, found.stop_P, strict=True):
+        common = example.sequences[0][: len(example.prompt) + shared]
+        assert tuple(ids[row, : position + 1].tolist()) == common and stop == len(common)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])
+@torch.no_grad()
+def test_the_features_of_a_probe_decide_between_options_that_differ_in_their_last_token(family):
+    model, packing, plain, encoded = pair(family, (" not so good", " not so bad", " not so fresh"))
+    last = [sequence[-1] for sequence in encoded[0].sequences]
+    for objective in (packing, plain):
+        scores, features = objective.evaluator.scores_and_features(model, objective.collate(encoded))
+        expected = model.get_output_embeddings()(features)[:, last] / 3  # a score is a mean over three tokens
+        same(*(part - part.mean(1, keepdim=True) for part in (scores, expected)))
+
+
 def test_parts_of_like_length_are_cut_by_the_rows_that_are_run():
     model, packing, _, encoded = pair("opt", SETS["unequal"])
     del model

@@ -65,7 +65,8 @@ class Places:
 
     Attributes:
         row_P: int64, row of the pass.
-        position_P: int64, position in the row whose output is read; -1: there is none.
+        position_P: int64, position in the row whose output is read, of options the one that predicts the first token in
+            which they differ; -1: there is none.
         stop_P: int64, end of the tokens, from 0 on, that the answer depends on; 0: they are not averaged.
         place_P: int64, number of the place.
         example_R: int64, example of each row of the pass.

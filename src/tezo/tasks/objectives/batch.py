@@ -70,6 +70,18 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return bisect_left(most, True, key=lambda length: first[:length] != second[:length])
 
 
+def shared_tokens(answers: Sequence[Sequence[int]]) -> int:
+    """Returns how many first tokens all options of an example share, less than the shortest has: 0 of one option.
+
+    Many tokenizers split " 0" and " 1" into a space and a digit. The state that predicts the space says nothing of the
+    digit.
+    """
+    if len(answers) < 2:
+        return 0
+    least = max(0, min(map(len, answers)) - 1)
+    return min(least, *(common_prefix(answers[0], other) for other in answers[1:]))
+
+
 def padded(rows: Sequence[Sequence[int]], fill: int, length: int | None = None) -> Tensor:
     """Returns the rows padded on the right with `fill`, (N, length), int64; None: the length of the longest."""
     table = torch.full((len(rows), _longest(rows) if length is None else length), fill)
@@ -107,6 +119,8 @@ class Pass:
         valid_SK: bool, False for padding.
         example_S: int64, example of each sequence.
         option_S: int64, option of each sequence.
+        shared_S: int64, number of first answer tokens that all options of the sequence's example share; see
+            `shared_tokens`.
         example_R: example of each row.
     """
 
@@ -119,6 +133,7 @@ class Pass:
     valid_SK: Tensor
     example_S: Tensor
     option_S: Tensor
+    shared_S: Tensor
     example_R: Sequence[int]
 
     @property
@@ -126,13 +141,16 @@ class Pass:
         """Number of tokens, padding included."""
         return self.inputs["input_ids"].numel()
 
-    def first_reads(self) -> tuple[Tensor, Tensor]:
-        """Returns (row, position that is read first) of the first option of each example; -1 where nothing is read."""
+    def deciding_reads(self) -> tuple[Tensor, Tensor]:
+        """Returns (row, position that predicts the first token in which the options of an example differ).
+
+        There is one of each example, in the row of its first option; the position is -1 where nothing is read.
+        """
         first_S = self.option_S == 0
         row_P = self.row_S[first_S]
         if self.reads_RU.shape[1] == 0:
             return row_P, torch.full_like(row_P, -1)
-        return row_P, self.reads_RU[row_P, self.slots_SK[first_S, 0]]
+        return row_P, self.reads_RU[row_P, self.slots_SK[first_S, self.shared_S[first_S]]]
 
     def answer_reads(self) -> tuple[Tensor, Tensor]:
         """Returns (row, position whose hidden state predicts it) of each answer token."""
@@ -213,6 +231,8 @@ def collated(
     def column(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values)).to(device)
 
+    shared = [shared_tokens(of_example) for of_example in answers]
+
     passes: list[Pass] = []
     many, done = max(len(trees), MOST_TOKENS // max(1, length)), 0
     for start in range(0, len(rows), many):
@@ -236,6 +256,7 @@ def collated(
                 valid_SK=table([[1] * len(tokens) for _, _, tokens in asked], answer).bool(),
                 example_S=column(i for i, _, _ in asked),
                 option_S=column(j for _, j, _ in asked),
+                shared_S=column(shared[i] for i, _, _ in asked),
                 example_R=examples,
             )
         )

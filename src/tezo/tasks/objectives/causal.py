@@ -240,7 +240,7 @@ class CausalInTorch(TextEvaluator):
             logits_RUV, hidden_RUD = logits_and_hidden_at(model, *rows.repeated(model.dtype))
             first_S = rows.option_S == 0
             means.append(_log_probs(logits_RUV, rows, 1).sum(2) / rows.valid_SK.sum(1))
-            hidden.append(hidden_RUD[rows.row_S[first_S], rows.slots_SK[first_S, 0]])
+            hidden.append(hidden_RUD[rows.row_S[first_S], rows.slots_SK[first_S, rows.shared_S[first_S]]])
         return batch.by_option(means)[0], torch.cat(hidden)
 
     def continuations(

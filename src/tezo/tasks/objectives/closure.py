@@ -65,7 +65,7 @@ def option_places(batch: Batch, start: int, causal: bool) -> list[Places]:
     """
     found = []
     for rows in batch.passes:
-        row_P, position_P = rows.first_reads()
+        row_P, position_P = rows.deciding_reads()
         stop_P = position_P + 1 if causal else rows.inputs["attention_mask"].sum(1)[row_P]
         place_P = start + rows.example_S[rows.option_S == 0]
         found.append(Places(row_P, position_P, stop_P, place_P, start + torch.tensor(rows.example_R)))

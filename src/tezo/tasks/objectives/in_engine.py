@@ -126,7 +126,7 @@ class CausalInEngine(TextEvaluator):
     def scores_and_features(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         texts: list[Sequence[int]] = []
         for rows in batch.passes:
-            row_P, position_P = rows.first_reads()
+            row_P, position_P = rows.deciding_reads()
             ids = rows.inputs["input_ids"][row_P].tolist()
             texts += [tokens[: last + 1] for tokens, last in zip(ids, position_P.tolist(), strict=True)]
         scores_BO = self.option_scores(model, batch)[0]

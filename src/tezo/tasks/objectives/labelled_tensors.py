@@ -73,6 +73,7 @@ def _batch(inputs: Mapping[str, Tensor], labels_BL: Tensor) -> Batch:
         valid_SK=valid_BK,
         example_S=row_B,
         option_S=torch.zeros_like(row_B),
+        shared_S=torch.zeros_like(row_B),
         example_R=examples,
     )
     return Batch([rows], None, num_terms=int(counts_B.sum()), shape_BO=(len(examples), 1), places=examples)
