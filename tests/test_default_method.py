@@ -65,11 +65,11 @@ def chosen(config):
     return job
 
 
-@pytest.mark.parametrize("data", ["labels", "texts"])
-def test_rows_of_a_causal_model_and_nothing_set_that_depends_on_it(home, data):
+@pytest.mark.parametrize(("data", "rounds"), [("labels", 6), ("texts", 3)])
+def test_rows_of_a_causal_model_and_nothing_set_that_depends_on_it(home, data, rounds):
     job = chosen(request(home, data=data))
     assert job.config.method.name == "gauss-newton"
-    assert (job.config.train.steps, job.config.train.guard) == (6, True)
+    assert (job.config.train.steps, job.config.train.guard) == (rounds, True)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tezo.directions.outputs import Outputs, errors
 from tezo.directions.targets import select_targets
 from tezo.methods.probe import probe
 from tezo.newton import labels as regressions
-from tezo.newton.probe import LAST_BLOCKS, last_writers, length_of, probe_of
+from tezo.newton.probe import LAST_BLOCKS, last_of_blocks, last_writers, length_of, probe_of
 from tezo.newton.recording import ClassVectors, InputRecorder
 from tezo.system.errors import RequestError
 from tezo.training.job import prepare
@@ -167,8 +167,11 @@ def test_rows_that_the_regression_has_not_had_choose_the_length_by_their_loss():
 def test_the_last_writer_of_each_of_the_last_blocks_is_changed():
     model = nn.Sequential(*(nn.ModuleDict({"a": nn.Linear(4, 4), "up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})
                             for _ in range(LAST_BLOCKS + 2)))  # fmt: skip
-    names = [target.name for target in last_writers(select_targets(model))]
-    assert names == [f"{block}.down.weight" for block in range(2, LAST_BLOCKS + 2)]
+    tuned, blocks = last_writers(select_targets(model)), range(2, LAST_BLOCKS + 2)
+    assert [t.name for t in tuned] == [f"{block}.{name}.weight" for block in blocks for name in ("a", "down")]
+    assert [t.name for t in last_of_blocks(tuned)] == [f"{block}.down.weight" for block in blocks]
+    without = [t for t in tuned if t.name != "3.down.weight"]  # whose inputs are not known for each token, as in OPT
+    assert [t.name for t in last_of_blocks(without)][1] == "3.a.weight"
 
 
 def job_of(folder, rows, **data):

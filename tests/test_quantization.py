@@ -101,7 +101,8 @@ def test_a_run_ends_as_an_adapter_that_gives_its_figures_again(home, tmp_path, f
     assert again == pytest.approx(summary["after"]["loss"], rel=1e-2 if form == "int8" else 1e-5)
     plan = json.loads((run / "plan.json").read_text())
     shapes = {tuple(row["shape"]) for row in plan if row["trained"]}
-    assert shapes == {(64, 64), (128, 64), (64, 128)}, "a plan speaks of values, not of how they are packed"
+    every = {(64, 64), (128, 64), (64, 128)}  # a plan speaks of values, not of how they are packed
+    assert shapes == (every - {(128, 64)} if method == "probe" else every)  # which tunes what writes to the stream
 
 
 @pytest.mark.parametrize("form", FORMS)

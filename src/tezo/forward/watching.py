@@ -170,10 +170,6 @@ def layer_rows(model: nn.Module, layer: str, rows_X: Tensor | None, like: Tensor
     module = output_head(model) if layer == HEAD else model.get_submodule(layer)
     if module is None:
         raise RequestError(f"{type(model).__name__} has no output head whose rows can be read; give another model.")
-    if type(module) is nn.Linear and not module._forward_hooks and module.weight.is_floating_point():
-        own = slice(None) if rows_X is None else rows_X.to(module.weight.device)
-        bias_O = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
-        return module.weight[own].detach().float().cpu(), bias_O[own].detach().float().cpu()
     eye_II = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
     bias_O = module(torch.zeros_like(eye_II[:1]))[0]
     own_X = slice(None) if rows_X is None else rows_X.to(bias_O.device)

@@ -31,11 +31,12 @@ def probe(
         W_l <- W_l + lr t U V_l^T,   where F = sum_l V_l^T x_l, and U raises each score by 1.
 
     A step reads up to 1,024 labelled rows in one pass, and 256 of them in three more, which show by which outputs
-    scores rise. No direction is measured. The layers are the last one of each of the last four blocks, of those among
-    `targets` that write to the residual stream. Two passes over the rows of the step measure its length t, by which
-    the scores change as predicted; dev rows may shorten it (`tezo.newton.probe`). `lr` is the part that is taken.
-    `rank` bounds the contrasts of labels that are kept: all, if there are at most `rank` + 1 labels. `basis` finds the
-    factors; with another than `probe` there is one direction of that basis, which is no probe.
+    scores rise. No direction is measured. The layers are the last one of each of the last four blocks that has an input
+    for each token of a row, of those among `targets` that write to the residual stream. Two passes over the rows of the
+    step measure its length t, by which the scores change as predicted; dev rows may shorten it (`tezo.newton.probe`).
+    `lr` is the part that is taken. `rank` bounds the contrasts of labels that are kept: all, if there are at most
+    `rank` + 1 labels. `basis` finds the factors; with another than `probe` there is one direction of that basis, which
+    is no probe.
 
     One step is the probe. A further step is the probe of the model so far; the change before it is then stored beside
     W_0 with rank `frozen_rank` at most, so that the result is an exact LoRA adapter.

@@ -53,10 +53,16 @@ NO_LABELS = (
 
 
 def last_writers(targets: Sequence[Target]) -> list[Target]:
-    """Returns the last layer of each of the last `LAST_BLOCKS` blocks, of those with outputs of the last one's size."""
+    """Returns the layers of the last `LAST_BLOCKS` blocks with outputs of the last one's size."""
     layers = [target for target in targets if target.input_role is not None]
     like_last = [target for target in layers if output_size(target) == output_size(layers[-1])]
-    return [*{block_of(target.name): target for target in like_last}.values()][-LAST_BLOCKS:]
+    blocks = [*dict.fromkeys(block_of(target.name) for target in like_last)][-LAST_BLOCKS:]
+    return [target for target in like_last if block_of(target.name) in blocks]
+
+
+def last_of_blocks(layers: Sequence[Target]) -> list[Target]:
+    """Returns the last layer of each block."""
+    return [*{block_of(target.name): target for target in layers}.values()]
 
 
 class ProbeBasis(DataBasis[Look]):
@@ -76,7 +82,7 @@ class ProbeBasis(DataBasis[Look]):
         outputs, sizes = _recorded(source, few, self._targets)
         if not outputs.shared:
             raise RequestError(NO_LABELS)
-        tried = [target for target in self._targets if target.name in sizes.found]
+        tried = last_of_blocks([target for target in self._targets if target.name in sizes.found])
         if not tried:
             raise RequestError(
                 "method.targets: no linear layer that is tuned has an input for each token of a row; choose others."
