@@ -67,8 +67,8 @@ def test_directions_move_a_layer_along_the_leading_inputs_alone(make, name):
 
 
 @pytest.mark.thinned
-# the factors of "errors" have the sizes of scores and outputs: tests/test_errors_basis.py
-@pytest.mark.parametrize("name", [name for name in BASES if name != "errors"])
+# these have factors of the sizes of scores and outputs: tests/test_errors_basis.py, tests/test_probe_method.py
+@pytest.mark.parametrize("name", [name for name in BASES if name not in ("errors", "probe")])
 @pytest.mark.parametrize("method", ["tezo", "lozo", "head-feedback"])
 def test_directions_have_unit_variance_whatever_the_basis(name, method):
     model = tiny_opt()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from tezo.directions.bases.activation import ActivationBasis
 from tezo.directions.bases.basis import Basis, GaussianBasis, OrthonormalBasis
 from tezo.newton.look import ErrorBasis
+from tezo.newton.probe import ProbeBasis
 from tezo.system.errors import RequestError, nearest
 
 BASES: dict[str, Callable[[], Basis]] = {
@@ -12,6 +13,7 @@ BASES: dict[str, Callable[[], Basis]] = {
     "orthonormal": OrthonormalBasis,
     "activation": ActivationBasis,
     "errors": ErrorBasis,
+    "probe": ProbeBasis,
 }
 """Bases by their names in recipes. Each use of a name makes a new basis, since a basis may hold factors."""
 
