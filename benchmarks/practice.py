@@ -380,14 +380,15 @@ def measured(given: tuple[str, str, str, int | None, int, Any]) -> tuple[str, di
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
         rows = chosen_rows(ROWS[task](chosen.shared, Path(folder)), count, seed)
-    begun = time.monotonic()
+    begun, worked = time.monotonic(), time.process_time()
     try:
         found = LINES[line](rows, seed, chosen.model)
     except (TezoError, RuntimeError, ValueError) as error:  # one that does not fit leaves the others
         traceback.print_exc()
         return name, {"error": f"{type(error).__name__}: {error}"}
     assert math.isfinite(found["after"]["loss"])
-    found |= {"seconds": round(time.monotonic() - begun, 1), "peak_memory": peak_resident()}
+    found |= {"seconds": round(time.monotonic() - begun, 1), "cpu_seconds": round(time.process_time() - worked, 1)}
+    found["peak_memory"] = peak_resident()
     found["rows"] = {part: len(every) for part, every in rows.items()}
     found["labels"] = len({row["label"] for row in rows["train"]})
     about = {"hardware": hardware(), "threads": chosen.threads, "versions": versions(), "commit": commit()}

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from drawing import grid, machine, read
+from practice_tables import setfit_level
 
 LORA = "LoRA with gradients"
 """Its name in `real_tasks.json`."""
@@ -201,6 +202,7 @@ def levels(task: str) -> str:
         f"the default {_middle(_accuracy, ours):.1f} % in {_middle(_passes, ours):.0f} passes of 64 rows, median of",
         f"{len(ours)} seeds; {LORA} {_middle(_accuracy, lora):.1f} % in {_middle(_passes, lora):.0f} passes, each",
         "forward and backward.",
+        *filter(None, [setfit_level(task)]),
         f"`python benchmarks/real_tasks.py`; {machine(lora[0])}.",
     ]
     return " ".join(said) + "\n"

@@ -10,6 +10,7 @@ from drawing import RESULTS, SHORT, grid, head, machine, read
 from engine_tables import ENGINE_TABLES
 from first_run_tables import FIRST_RUN_TABLES
 from gpu_tables import GPU_TABLES
+from practice_tables import PRACTICE_TABLES
 from reward_tables import reward, reward_samples, reward_speed, reward_tasks
 from study_tables import study, study_accuracy, study_decoder, study_ranked, study_removed, study_short
 from when_tables import WHEN_TABLES
@@ -265,5 +266,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **ENGINE_TABLES,
     **FIRST_RUN_TABLES,
     **GPU_TABLES,
+    **PRACTICE_TABLES,
     **WHEN_TABLES,
 }
