@@ -127,6 +127,17 @@ def test_every_right_token_is_followed_and_frequent_ones_before_others(monkeypat
     assert tokens_of(tokens_PK).tolist() == [1, 2, 3, 4, 7, 8]
 
 
+def test_with_all_other_tokens_the_loss_of_any_state_is_that_of_the_whole_vocabulary():
+    h_PD, weight_VD, bias_V = noise(40, 6, seed=1), noise(30, 6, seed=2), noise(30, seed=3)
+    scale, right_P, tokens_C = 0.7, torch.arange(40) % 5, torch.arange(5)
+    log_probs_PV = (scale * (h_PD @ weight_VD.T + bias_V)).log_softmax(1)
+    tokens_PK = torch.cat([right_P[:, None], tokens_C.expand(40, 5)], 1)
+    told = Text(h_PD, (weight_VD, bias_V), tokens_C, tokens_PK, log_probs_PV.gather(1, tokens_PK))
+    for other_PD in (h_PD, h_PD + 0.5 * noise(40, 6, seed=4)):
+        whole = functional.cross_entropy(scale * (other_PD @ weight_VD.T + bias_V), right_P)
+        assert float(told.loss(other_PD, torch.arange(40))) == pytest.approx(float(whole), rel=1e-4)
+
+
 def test_what_makes_unseen_examples_worse_is_not_learnt():
     # examples that are held out have another right token than all others, at the same states
     h_PD, weight_CD = noise(1, 6, seed=7).expand(40, 6), noise(5, 6, seed=8)

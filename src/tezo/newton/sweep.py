@@ -37,7 +37,7 @@ LAST_BLOCKS = 0.4
 """Blocks that learn, the last ones, as a part of all."""
 U_RATE, V_RATE = 0.12, 0.06
 """Rates of Adam at the start of a sweep. Chosen by trials on dev rows of completions, on decoders of 135M and of 260K
-parameters, which are not committed; so were `LAST_BLOCKS`."""
+parameters, which are not committed; so was `LAST_BLOCKS`."""
 
 RowsOfBatch = Callable[[int], RowOutputs]
 """Number of a batch -> its rows."""
