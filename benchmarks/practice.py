@@ -1,4 +1,4 @@
-"""What a practitioner with labelled rows would take, beside the default, on few rows and on all.
+"""Methods that a practitioner with labelled rows would take, beside the default, on few rows and on all.
 
     python benchmarks/practice.py --shared FOLDER [--out benchmarks/results] [--workers 1] [--threads 1]
         [--only WORD ...] [--without WORD ...] [--seconds 3600]

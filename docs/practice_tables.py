@@ -25,7 +25,7 @@ Runs = dict[tuple[str, str, str], list[dict[str, Any]]]
 
 
 def by_cell() -> Runs:
-    """All runs that were made; none where there is no result yet."""
+    """All runs that were made; none before the first result."""
     found: Runs = {}
     for name, run in read("practice")["runs"].items() if (RESULTS / "practice.json").exists() else ():
         task, rows, line = name.rpartition(", seed ")[0].split("/")

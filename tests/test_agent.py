@@ -11,7 +11,7 @@ import transformers
 from folders import CHAT_TEMPLATE, model_folder, read_jsonl, settings, tezo, write_rows
 
 EXAMPLE = Path(__file__).parents[1] / "examples/agent"
-STORIES = Path("/work/shared/models/stories260K")
+STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None,
     reason="the server is not installed: pip install 'tezo[serve]'",

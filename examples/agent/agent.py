@@ -22,7 +22,7 @@ CALCULATION = re.compile(r"(\d{1,6}) *([-+*]) *(\d{1,6})")
 
 @dataclass(frozen=True)
 class Answer:
-    """What the agent found: the result of the calculator, None where it was asked nothing, and the last words."""
+    """Returns the result of the calculator, None where it was asked nothing, and the last words."""
 
     result: int | None
     text: str

@@ -67,7 +67,7 @@ class Compared:
 
 
 class SecondCopy:
-    """What torch computes of a text with the weights of a folder.
+    """Log-probabilities of a text that torch computes with the weights of a folder.
 
     Args:
         model: whose weights are read for the forward of each layer.

@@ -259,7 +259,7 @@ class Server(Engine):
     def _compare(self, modules: Sequence[str]) -> list[str]:
         """Compares the server with a second copy; returns what is doubtful or could not be checked, for the user."""
         address, copy = self._client.address, self._copy
-        why_not = "there is no second copy" if copy is None else copy.why_not
+        why_not = "a second copy is missing" if copy is None else copy.why_not
         if copy is None or why_not is not None:
             return [
                 f"model.engine: whether the server at {address} has the weights of model.name could not be checked: "

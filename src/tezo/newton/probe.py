@@ -34,7 +34,7 @@ from tezo.directions.targets import Target
 from tezo.newton.labels import contrasts, regress
 from tezo.newton.linear_model import PARTS, LinearModel
 from tezo.newton.look import ColumnPredictions, Look
-from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, Inputs
+from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, Inputs, finite
 from tezo.newton.step import GaussNewton, Taken
 from tezo.optim.closures import NO_OUTPUTS, Closure, RowOutputs
 from tezo.optim.estimators.estimate import Estimate, Probe, StepDraw, average
@@ -43,7 +43,7 @@ from tezo.system.errors import RequestError
 MOST_ROWS, NUDGED_ROWS = 1024, 256
 """Rows that the regression is fitted to, and that vectors are added in, at most."""
 LAST_BLOCKS = 4
-"""Blocks at the end of the model that have a layer in the probe. With more the scores follow the prediction less."""
+"""Blocks at the end of the model that have a layer in the probe. Our choice."""
 SHORTEST, LONGEST = 0.5, 2.0
 """Bounds of the corrected length."""
 NO_LABELS = (
@@ -101,10 +101,7 @@ class ProbeBasis(DataBasis[Look]):
 def _recorded(source: Source, rows: RowOutputs, layers: Sequence[Target]) -> tuple[Outputs, InputRecorder]:
     recorded = InputRecorder(layers)
     with rows.watching(source.model, recorded):
-        outputs = rows.outputs()
-    if not torch.isfinite(outputs.losses()).all():
-        raise FloatingPointError(outputs.loss())
-    return outputs, recorded
+        return finite(rows.outputs()), recorded
 
 
 def probe_of(
