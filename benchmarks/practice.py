@@ -15,6 +15,7 @@ the test rows. Each run has a process of its own, whose peak memory is kept, wit
 practice.json after each run and leaves out runs that it has.
 """
 
+import hashlib
 import json
 import math
 import random
@@ -187,23 +188,35 @@ def folds(rows: list[dict[str, str]], seed: int) -> Any:
     return StratifiedKFold(max(2, min(FOLDS, least)), shuffle=True, random_state=seed)
 
 
-def states(rows: list[dict[str, str]], model: str) -> Any:
-    """Returns the states at the end of each prompt, (depths, B, D): of the embedding and behind each block."""
-    loaded = load(read_config(None, [("model.name", model), ("model.dtype", "float32"), ("data.train", "-")]))
-    found = []
-    with torch.inference_mode():
-        for row in rows:  # one at a time: no padding
+def states(rows: list[dict[str, str]], model: str) -> tuple[Any, float]:
+    """Returns the states at the end of each prompt, and the seconds that their passes took.
+
+    States are (depths, B, D): of the embedding and behind each block. Runs have most rows in common, so a file in the
+    temporary folder keeps the states of each prompt with the seconds of its pass.
+    """
+    kept = Path(tempfile.gettempdir()) / "tezo-practice-states" / hashlib.sha256(model.encode()).hexdigest()[:16]
+    kept.mkdir(parents=True, exist_ok=True)
+    paths = [kept / f"{hashlib.sha256(row['prompt'].encode()).hexdigest()[:32]}.npz" for row in rows]
+    if not all(path.exists() for path in paths):
+        loaded = load(read_config(None, [("model.name", model), ("model.dtype", "float32"), ("data.train", "-")]))
+    for row, path in zip(rows, paths, strict=True):
+        if path.exists():
+            continue
+        begun = time.process_time()
+        with torch.inference_mode():  # one row at a time: no padding
             tokens = loaded.tokenizer(row["prompt"], return_tensors="pt")
             hidden = loaded.model(**tokens, output_hidden_states=True, use_cache=False).hidden_states
-            found.append(torch.stack([depth[0, -1] for depth in hidden]).float())
-    return torch.stack(found, 1).numpy()
+            depths = torch.stack([depth[0, -1] for depth in hidden]).float().numpy()
+        np.savez(path, depths=depths, seconds=time.process_time() - begun)
+    every = [np.load(path) for path in paths]
+    return np.stack([one["depths"] for one in every], 1), sum(float(one["seconds"]) for one in every)
 
 
 def at_best_depth(make_search: Callable[[], Any], rows: Rows, seed: int, model: str) -> dict[str, Any]:
     """Returns the result of a search of scikit-learn on the states of the depth where it scores best."""
     given = rows["train"] + rows["dev"]
-    every_LBD, labels = states(given + rows["test"], model), [row["label"] for row in given]
-    searches = []
+    every_LBD, seconds = states(given + rows["test"], model)
+    begun, labels, searches = time.process_time(), [row["label"] for row in given], []
     for depth_BD in every_LBD[1:]:
         search = make_search()
         search.cv = folds(given, seed)
@@ -215,6 +228,7 @@ def at_best_depth(make_search: Callable[[], Any], rows: Rows, seed: int, model: 
         "after": of_probabilities(table, list(found.classes_), rows["test"]),
         "passes_of_64_rows": round(len(given) / ROWS_OF_A_PASS, 1),
         "chosen": {"depth": best + 1, "of": len(searches), **found.best_params_},
+        "cpu_seconds": round(seconds + time.process_time() - begun, 1),
     }
 
 
@@ -380,6 +394,9 @@ def measured(given: tuple[str, str, str, int | None, int, Any]) -> tuple[str, di
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
         rows = chosen_rows(ROWS[task](chosen.shared, Path(folder)), count, seed)
+    fullest = max(Counter(row["label"] for row in rows["train"]).values())
+    if count and fullest < count:
+        return name, {"error": f"no label has {count} rows, but {fullest} at most"}
     begun, worked = time.monotonic(), time.process_time()
     try:
         found = LINES[line](rows, seed, chosen.model)
@@ -387,7 +404,8 @@ def measured(given: tuple[str, str, str, int | None, int, Any]) -> tuple[str, di
         traceback.print_exc()
         return name, {"error": f"{type(error).__name__}: {error}"}
     assert math.isfinite(found["after"]["loss"])
-    found |= {"seconds": round(time.monotonic() - begun, 1), "cpu_seconds": round(time.process_time() - worked, 1)}
+    spent_here = {"seconds": time.monotonic() - begun, "cpu_seconds": time.process_time() - worked}
+    found = {key: round(value, 1) for key, value in spent_here.items()} | found
     found["peak_memory"] = peak_resident()
     found["rows"] = {part: len(every) for part, every in rows.items()}
     found["labels"] = len({row["label"] for row in rows["train"]})
