@@ -11,14 +11,14 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from tezo.directions.bases.basis import DataBasis, Factors, Source
-from tezo.directions.outputs import Outputs, fitted_bias
+from tezo.directions.outputs import Outputs, Places, fitted_bias
 from tezo.directions.targets import select_targets
 from tezo.methods.gauss_newton import gauss_newton
 from tezo.newton import labels as regressions
 from tezo.newton import look as looking
 from tezo.newton.labels import Layout, common, contrasts, regress
 from tezo.newton.look import ErrorBasis
-from tezo.newton.recording import AddedVectors
+from tezo.newton.recording import AddedVectors, Tokens
 from tezo.system.errors import RequestError
 from tezo.training.job import prepare
 from tezo.training.rows_of_steps import looked_and_stepped
@@ -39,10 +39,11 @@ def test_a_regression_is_of_the_lambda_with_the_best_signal_of_unseen_places():
     for ridge in regressions.RIDGES:
         scaled = ridge * float((x @ x.T).diagonal().mean())
         unseen = torch.empty_like(e)
-        for i in range(30):  # each place by the regression of all others, with this lambda
+        for i in range(30):  # each place by the regression of all others, with their means and this lambda
             kept = torch.arange(30) != i
-            gram = x[kept].T @ x[kept] + scaled * torch.eye(12, dtype=torch.float64)
-            unseen[i] = x[i] @ torch.linalg.solve(gram, x[kept].T @ e[kept])
+            x_kept, e_kept = x[kept] - x[kept].mean(0), e[kept] - e[kept].mean(0)
+            gram = x_kept.T @ x_kept + scaled * torch.eye(12, dtype=torch.float64)
+            unseen[i] = (x[i] - x[kept].mean(0)) @ torch.linalg.solve(gram, x_kept.T @ e_kept)
         signals[ridge] = float((unseen * e).sum() / unseen.norm() / e.norm()), unseen
     (found,) = regress([x.float()], e)
     ridge = max(signals, key=lambda own: signals[own][0])
@@ -61,6 +62,15 @@ def test_noise_carries_no_signal():
     (found,) = regress([x], e)
     # the best of five lambdas, each within 99.98 % of a correlation of independent numbers
     assert abs(found.signal) < 3.7 / math.sqrt(200)
+
+
+def test_noise_carries_no_signal_of_few_places_either(monkeypatch):
+    # centred inputs of few places are nearly minus the sum of the others, and errors are too
+    monkeypatch.setattr(regressions, "RIDGES", (1.0,))
+    signals = [regress([noise(12, 300, seed=s).float()], noise(12, 1, seed=1000 + s))[0].signal for s in range(200)]
+    mean, deviation = sum(signals) / 200, torch.tensor(signals).std().item() / math.sqrt(200)
+    assert abs(mean) < 3.3 * deviation  # within 99.9 %
+    assert deviation < 0.05
 
 
 def test_what_layers_say_together_is_nearer_the_truth_than_what_any_says():
@@ -103,12 +113,74 @@ def test_vectors_that_raise_a_class_are_measured_and_the_layers_that_write_the_s
     closure = Scores(model, x, labels)
     targets = {t.name: t for t in select_targets(model, ("all",))}
     added = AddedVectors(model, closure, closure.outputs(), 0)
-    found = added.acting(list(targets.values()), added.class_vectors(targets["last.weight"], 1.0))
-    assert found.layers == ["first.weight", "last.weight"]
-    raised = model.head_CM @ found.vectors_MC  # (C, C): what each vector does
-    raised = raised - raised.mean(0)
-    assert torch.allclose(raised.diagonal(), torch.full((3,), 2 / 3, dtype=torch.float64), atol=0.2)
-    assert bool((raised.argmax(0) == torch.arange(3)).all())
+    for depths in (1, 2):
+        found = added.class_vectors([*targets.values()], lambda _: 1.0, depths)
+        assert found.layers == ["first.weight", "last.weight"]
+        first, last = found.vectors.values()
+        assert (first is last) == (depths == 1) and first.shape == last.shape == (1, 5, 3)
+        for (vectors_MC,) in found.vectors.values():
+            raised = model.head_CM @ vectors_MC  # (C, C): what each vector does
+            raised = raised - raised.mean(0)
+            assert torch.allclose(raised.diagonal(), torch.full((3,), 2 / 3, dtype=torch.float64), atol=0.05)
+            assert bool((raised.argmax(0) == torch.arange(3)).all())
+
+
+class Mixing(nn.Module):
+    """Scores of the last token, to which the tokens before it are carried through other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = (nn.Linear(6, 6, bias=False).double() for _ in range(2))
+        self.carry_MM, self.head_CM = noise(6, 6, seed=66), noise(2, 6, seed=67)
+
+    def forward(self, x_RLI: Tensor) -> Tensor:
+        h_RLM = x_RLI + self.early(x_RLI)
+        h_RLM = torch.cat([h_RLM[:, :-1], h_RLM[:, -1:] + h_RLM[:, :-1].mean(1, keepdim=True) @ self.carry_MM.T], 1)
+        return (h_RLM + self.late(h_RLM))[:, -1] @ self.head_CM.T
+
+
+class LastToken(Scores):
+    """Rows of tokens, scored at the last one, and averaged up to it."""
+
+    def outputs(self, like: Outputs | None = None) -> Outputs:
+        del like
+        return Outputs(self.model(self.x_NI), self.labels_N, torch.arange(len(self.x_NI)), shared=True)
+
+    def places(self) -> list[Places]:
+        every, length = torch.arange(len(self.x_NI)), self.x_NI.shape[1]
+        return [Places(every, torch.full_like(every, length - 1), torch.full_like(every, length), every, every)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [20, 300])
+def test_other_tokens_have_vectors_of_their_own_at_layers_that_they_act_through(count):
+    model = Mixing()
+    targets = {t.name: t for t in select_targets(model, ("all",))}
+    closure = LastToken(model, noise(count, 4, 6, seed=72), torch.arange(count) % 2)
+    added = AddedVectors(model, closure, closure.outputs(), 0)
+    early = added._measured(targets["early.weight"], 1.0, Tokens.OTHERS)
+    late = (torch.eye(6, dtype=torch.float64) + model.late.weight).T @ model.head_CM.T  # gradient at the last token
+    gradients = {Tokens.PLACE: late, Tokens.OTHERS: model.carry_MM.T @ late}
+    for tokens, gradient_MC in gradients.items():
+        found = added._measured(targets["early.weight"], 1.0, tokens)
+        raised = gradient_MC.T @ found  # by what is added to these tokens, in each row
+        contrast = raised - raised.mean(0)
+        assert torch.allclose(contrast, torch.eye(2, dtype=torch.float64) - 0.5, atol=0.1), tokens
+    assert not torch.allclose(early, added._measured(targets["early.weight"], 1.0, Tokens.PLACE), atol=0.1)
+    vectors = added.class_vectors([*targets.values()], lambda _: 1.0, 2)
+    assert not bool(vectors.vectors[vectors.layers[-1]][1].any())  # behind it no other token is read
+    assert vectors.reach(vectors.layers[-1])[1] == 0
+
+
+@torch.no_grad()
+def test_vectors_that_do_not_foretell_scores_are_none():
+    model = Mixing()
+    model.carry_MM.zero_()  # what other tokens have is not read
+    closure = LastToken(model, noise(300, 4, 6, seed=72), torch.arange(300) % 2)
+    added = AddedVectors(model, closure, closure.outputs(), 0)
+    (target,) = select_targets(model, ("early.weight",))
+    assert not bool(added._measured(target, 1.0, Tokens.OTHERS).any())
+    assert bool(added._measured(target, 1.0, Tokens.PLACE).any())
 
 
 @torch.no_grad()
@@ -118,8 +190,9 @@ def test_fewer_places_than_layers_are_given_to_the_last_layers(count):
     closure = Scores(model, *rows(count, 5, 3, seed=71))
     targets = {t.name: t for t in select_targets(model, ("all",))}
     added = AddedVectors(model, closure, closure.outputs(), 0)
-    found = added.acting([*targets.values()], added.class_vectors(targets["last.weight"], 1.0))
-    assert bool(found.vectors_MC.isfinite().all()) and "last.weight" in found.layers and len(found.layers) <= count
+    found = added.class_vectors([*targets.values()], lambda _: 1.0, 2)
+    assert all(bool(each.isfinite().all()) for each in found.vectors.values())
+    assert "last.weight" in found.layers and len(found.layers) <= count
 
 
 @pytest.mark.parametrize(("classes", "kinds", "rank"), [(2, 2, 16), (6, 2, 16), (8, 2, 16), (8, 1, 6), (2, 2, 3)])
@@ -190,11 +263,13 @@ def test_what_raises_labels_is_measured_once_and_inputs_at_each_step():
     for step in range(3):
         optimizer.step(Scores(model, x[300:], labels[300:]))
         found.append((basis.cost[0], basis.at(step)))
-    assert [calls for calls, _ in found] == [4, 5, 6]  # outputs, two passes with added vectors, more rows
+    # outputs, eight passes of 32 rows with random vectors, one with S, and more rows
+    assert [calls for calls, _ in found] == [11, 12, 13]
     first, *later = (look for _, look in found)
     for look in later:
-        assert torch.equal(first.class_vectors.vectors_MC, look.class_vectors.vectors_MC)
         assert first.class_vectors.layers == look.class_vectors.layers
+        for name, vectors in first.class_vectors.vectors.items():
+            assert torch.equal(vectors, look.class_vectors.vectors[name])
         assert not torch.equal(first.inputs["layer.weight"], look.inputs["layer.weight"])
     save({key: own for key, own in optimizer.resumable_state().items() if isinstance(own, Tensor)})  # none is shared
     optimizer.close()
@@ -212,10 +287,10 @@ def test_what_raises_labels_is_measured_anew_where_they_need_a_bias_still(shift)
         if step == 2:  # something else makes one label likelier everywhere
             model.register_forward_hook(lambda _, __, scores: scores + torch.tensor([shift, 0.0]))
         optimizer.step(Scores(model, x[300:], labels[300:]))
-        found.append(basis.at(step).class_vectors.vectors_MC)
+        found.append(basis.at(step).class_vectors.vectors["layer.weight"])
         calls.append(basis.cost[0])
     assert torch.equal(found[0], found[1])
-    assert torch.equal(found[1], found[2]) == (not shift) and calls == [4, 5, 10 if shift else 6]
+    assert torch.equal(found[1], found[2]) == (not shift) and calls == [11, 12, 24 if shift else 13]
     optimizer.close()
 
 
@@ -232,7 +307,7 @@ def test_rows_that_are_all_seen_by_the_first_look_are_not_looked_at_again(monkey
     model, x = Stream40(), noise(200, 40, seed=90)
     labels = (x[:, 3] - x[:, 17] > 0).long()
     factors = []
-    for count, calls in ((256, 3), (200, 4)):  # 200: as if there were more than the first look wants
+    for count, calls in ((256, 4), (200, 5)):  # 200: as if there were more than the first look wants
         monkeypatch.setattr(looking, "LEAST_ROWS", count)
         optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
         basis = optimizer.basis
@@ -253,14 +328,14 @@ def job_of(folder, file: str, hold_out: float, family: str = "opt"):
 
 
 def test_a_look_has_the_rows_of_its_step_first_where_dev_rows_judge_and_others_elsewhere(tmp_path):
-    write_rows(tmp_path / "labels.jsonl", label_rows(40))
-    write_rows(tmp_path / "texts.jsonl", completion_rows(40))
+    write_rows(tmp_path / "labels.jsonl", label_rows(160))
+    write_rows(tmp_path / "texts.jsonl", completion_rows(160))
     for file, hold_out in (("labels", 0.25), ("labels", 0), ("texts", 0.25), ("texts", 0)):
         model_folder(tmp_path / file, "opt")
         job, both = job_of(tmp_path, file, hold_out), bool(hold_out)
-        assert len(job.train) == 40 * (1 - hold_out)
+        assert len(job.train) == 160 * (1 - hold_out)
         looked, stepped = looked_and_stepped(job.config, len(job.train), judged=bool(job.dev))
-        assert looked == stepped == range(30) if both else not {*looked} & {*stepped}
+        assert looked == stepped == range(120) if both else not {*looked} & {*stepped}
         basis, rows_of = job.optimizer.basis, job.optimizer._rows
         for step in (0, 3):
             own = job.objective.closure(job.model, job.batches(job.sampler().rows(step))).outputs()
@@ -273,7 +348,7 @@ def test_a_look_has_the_rows_of_its_step_first_where_dev_rows_judge_and_others_e
             assert rows.stepped == (8 if both else 0)
             assert (rows.held_out is None) == (file == "labels" or not hold_out)
             if rows.held_out is not None:  # what a fit ends by is what nothing is fitted to
-                dev = job.objective.closure(job.model, job.objective.batches(job.dev, 20))
+                dev = job.objective.closure(job.model, job.objective.batches(job.dev[:20], 20))
                 with torch.no_grad():
                     assert rows.held_out.outputs().loss() == pytest.approx(dev.outputs().loss(), rel=1e-5)
             if both and file == "labels":

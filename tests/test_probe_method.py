@@ -50,7 +50,8 @@ def rows_of(model: nn.Module, count: int, seed: int) -> Scores:
 def exact(model: Apart) -> ClassVectors:
     """The vectors that raise each score, less the mean of all, by 1: along its gradient."""
     gradient_MC = (model.head_CM - model.head_CM.mean(0)).T
-    return ClassVectors(gradient_MC / gradient_MC.square().sum(0), ["left.weight", "right.weight"])
+    vectors_1MC = (gradient_MC / gradient_MC.square().sum(0)).unsqueeze(0)
+    return ClassVectors(dict.fromkeys(["left.weight", "right.weight"], vectors_1MC))
 
 
 @torch.no_grad()
@@ -204,7 +205,7 @@ def test_the_adapter_has_the_scores_of_the_tuned_model(tmp_path):
 
 def test_a_run_is_one_step_and_is_compared_with_the_probe_of_the_verdict(tmp_path):
     model = model_folder(tmp_path, "llama")
-    run = tezo.train(str(model), label_rows(80), method="probe", output=tmp_path / "run", progress=False)
+    run = tezo.train(str(model), label_rows(120), method="probe", output=tmp_path / "run", progress=False)
     assert run.summary["steps"] == 1 and run.summary["dev_loss"] < run.summary["dev_loss_before"]
     assert {"bias", "probe"} == {*run.summary["untuned"]}
     run.close()

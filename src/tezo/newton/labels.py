@@ -6,10 +6,11 @@ For each layer, ridge regression from its inputs to the errors,
 
     W = X^T (X X^T + lambda I)^-1 E,
 
-gives the inputs that predict the errors best; inputs at the place itself and their mean over the tokens before are
-regressed apart. The prediction for a place by the regression without it is known in closed form,
+gives the inputs that predict the errors best; X and E are less their means over the P places. Inputs at the place
+itself and their mean over the tokens before are regressed apart. The regression of the other places, which has other
+means too, predicts for a place, beyond their mean error,
 
-    f_p = e_p - alpha_p / K_pp,   K = (X X^T + lambda I)^-1,   alpha = K E.
+    f_p = P / (P - 1) e_p - alpha_p / (K_pp - 1 / (P lambda)),   K = (X X^T + lambda I)^-1,   alpha = K E.
 
 Its correlation with the errors, the signal, chooses lambda for each layer, and is the layer's weight among all of them.
 All layers predict much the same, each with other noise, so that their sum is better than any. B (C, R) are the
@@ -136,13 +137,14 @@ def _signal(found: Regression) -> float:
 
 def _with_ridges(x_PI: Tensor, error_PE: Tensor) -> list[Regression]:
     gram_PP = (x_PI @ x_PI.T).double()
-    mean = float(gram_PP.diagonal().mean())
+    mean, count = float(gram_PP.diagonal().mean()), len(gram_PP)
     found = []
     for ridge in RIDGES:
-        added = torch.full((len(gram_PP),), ridge * mean + 1e-12, dtype=gram_PP.dtype)
+        added = torch.full((count,), ridge * mean + 1e-12, dtype=gram_PP.dtype)
         inverse_PP = torch.cholesky_inverse(torch.linalg.cholesky(gram_PP + torch.diag(added)))
         alpha_PE = inverse_PP @ error_PE
-        unseen_PE = error_PE - alpha_PE / inverse_PP.diagonal().unsqueeze(1)
+        own_P1 = (inverse_PP.diagonal() - 1 / (count * added[0])).clamp_min(1e-300).unsqueeze(1)
+        unseen_PE = error_PE * (count / max(1, count - 1)) - alpha_PE / own_P1
         size = torch.linalg.vector_norm(unseen_PE) * torch.linalg.vector_norm(error_PE)
         signal = float((unseen_PE * error_PE).sum() / size.clamp_min(1e-30))
         found.append(Regression(x_PI, x_PI.T @ alpha_PE.float(), unseen_PE, signal))

@@ -60,10 +60,12 @@ SHARE = 8
 """Inputs are kept in half precision, at most this part of the bytes of all layers, from `LEAST_ROWS` rows on."""
 LEAST_BLOCK_BYTES = 1 << 28
 """Inputs and weights of rebuilt blocks may take as many bytes as all layers, and at least so many."""
+DEPTHS = 4
+"""Layers at which vectors that raise each class are measured, at most. Our choice."""
 LAST_LAYERS = 1 / 2
 """Layers that may be changed, the last ones of the model, as a part of all."""
 
-_VECTORS, _LAYERS = "vectors that raise each class", "whether outputs of each target do"
+_VECTORS, _LAYERS, _NO_VECTORS = "vectors that raise each class", "which of them outputs of each target are", -1
 _CHANGES, _CLASSES = "what columns foretell of rows", "classes of columns"
 _SIGNALS, _NO_SIGNAL = "signal of each target", -2.0
 """The names of stored tensors; the last is in the place of a signal that was not measured."""
@@ -116,8 +118,11 @@ class Look(Factors):
         signals = [self.signals.get(name, _NO_SIGNAL) for name in self.inputs]
         tensors[_SIGNALS] = torch.tensor(signals, dtype=torch.float64)
         if self.class_vectors is not None:
-            chosen = [float(name in self.class_vectors.layers) for name in self.inputs]
-            tensors[_VECTORS] = self.class_vectors.vectors_MC
+            vectors = self.class_vectors.vectors
+            distinct = [*{id(each): each for each in vectors.values()}.values()]
+            places = {id(each): place for place, each in enumerate(distinct)}
+            tensors[_VECTORS] = torch.stack(distinct)
+            chosen = [places[id(vectors[name])] if name in vectors else _NO_VECTORS for name in self.inputs]
             tensors[_LAYERS] = torch.tensor(chosen, dtype=torch.float64)
         if self.columns is not None:
             tensors[_CHANGES], tensors[_CLASSES] = self.columns.changes_2ER, self.columns.classes_CR
@@ -135,7 +140,8 @@ class Look(Factors):
         signals = zip(names, tensors[_SIGNALS].tolist(), strict=True) if _SIGNALS in tensors else ()
         if _VECTORS in tensors:
             chosen = zip(names, tensors[_LAYERS].tolist(), strict=True)
-            vectors = ClassVectors(tensors[_VECTORS], [name for name, acts in chosen if acts])
+            distinct = [*tensors[_VECTORS]]
+            vectors = ClassVectors({name: distinct[int(place)] for name, place in chosen if place != _NO_VECTORS})
         if _CHANGES in tensors:
             columns = ColumnPredictions(tensors[_CHANGES], tensors[_CLASSES])
         return cls(
@@ -199,7 +205,7 @@ class ErrorBasis(DataBasis[Look]):
         for step in sorted(self._kept, reverse=True):
             known = self._kept[step].class_vectors
             if step < refresh_step and known is not None:
-                return ClassVectors(known.vectors_MC.clone(), known.layers)
+                return known
         return None
 
     def _first(self, refresh_step: int, source: Source, passes: int) -> Look:
@@ -231,12 +237,12 @@ class ErrorBasis(DataBasis[Look]):
             )
         last = tried[[t.name for t in tried].index([*recorded.found][-1])]
         added = AddedVectors(model, rows, outputs, refresh_step)
-        vectors_MC = added.class_vectors(last, recorded.output_size(last.name))
-        vectors = added.acting([t for t in tried if t.name in recorded.found], vectors_MC)
+        layers = [t for t in tried[: tried.index(last) + 1] if t.name in recorded.found]
+        vectors = added.class_vectors(layers, recorded.output_size, DEPTHS)
         found = LabelledRows(recorded, outputs, rows.stepped, 0)
         if len(outputs.labels_T) >= count:  # there are more rows
             found = self._record(refresh_step, source, vectors)
-        passes += 2 * len(rows.places()) + found.passes
+        passes += added.passes + found.passes
         return look_at_labels(found, vectors, self._targets, self._ranks, passes)
 
     def _record(self, refresh_step: int, source: Source, vectors: ClassVectors) -> LabelledRows:
@@ -320,7 +326,11 @@ def look_at_labels(
         min(len(part.unseen_PE) for part in every),
     )
     turns_CR, weights_R = common(every, layout.contrasts)
-    totals = [sum(parts[kind].weight for parts in found.values()) or 1.0 for kind in range(layout.kinds)]
+    weights = {
+        name: [part.weight * reach for part, reach in zip(parts, vectors.reach(name).tolist(), strict=True)]
+        for name, parts in found.items()
+    }
+    totals = [sum(own[kind] for own in weights.values()) or 1.0 for kind in range(layout.kinds)]
     changes_2ER = torch.zeros(2, len(error_TC), most, dtype=torch.float64)
     classes_CR = torch.zeros(classes, most, dtype=torch.float64)
     for kind in range(layout.kinds):
@@ -329,19 +339,19 @@ def look_at_labels(
     for target in targets:
         name, rank = target.name, ranks[target.name]
         v[name] = torch.zeros(input_size(target), rank, dtype=torch.float64)
-        along_CK = torch.zeros(classes, rank, dtype=torch.float64)
-        for kind, part in enumerate(found.get(name, ())):
-            columns, weight = layout.columns(kind), part.weight / totals[kind]
+        if name not in found:
+            continue
+        u[name] = torch.zeros(output_size(target), rank, dtype=torch.float64)
+        for kind, part in enumerate(found[name]):
+            columns, weight = layout.columns(kind), weights[name][kind] / totals[kind]
             v[name][:, columns] = weight * part.along(turns_CR)
-            along_CK[:, columns] = turns_CR
+            u[name][:, columns] = vectors.vectors[name][kind] @ turns_CR
             examples_P = outputs.example_T.cpu()[inputs[name].places()]
             changes_2ER[:, examples_P, columns] += weight * part.predicted(turns_CR)
         if name == last and layout.biases:
             mean_I = inputs[name].average()
             v[name][:, layout.bias] = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
-            along_CK[:, layout.bias] = contrasts(classes)[:, : layout.biases]
-        if bool(along_CK.any()):
-            u[name] = vectors.vectors_MC @ along_CK
+            u[name][:, layout.bias] = vectors.vectors[name][0] @ contrasts(classes)[:, : layout.biases]
     return Look(
         inputs=v,
         outputs=u,

@@ -88,10 +88,10 @@ class ProbeBasis(DataBasis[Look]):
                 "method.targets: no linear layer that is tuned has an input for each token of a row; choose others."
             )
         added = AddedVectors(source.model, few, outputs, refresh_step)
-        vectors = added.acting(tried, added.class_vectors(tried[-1], sizes.output_size(tried[-1].name)))
+        vectors = added.class_vectors(tried, sizes.output_size, 1)
         rows: RowOutputs = source.rows(refresh_step, MOST_ROWS)
         outputs, recorded = _recorded(source, rows, [t for t in tried if t.name in vectors.layers])
-        passes = 3 * len(few.places()) + len(rows.places())
+        passes = len(few.places()) + added.passes + len(rows.places())
         return probe_of(recorded.found, outputs, vectors, self._targets, self._ranks, rows.stepped, passes)
 
     def read(self, stored: StoredTensors) -> Look:
@@ -144,7 +144,8 @@ def probe_of(
     turns_CR = torch.linalg.svd(change_PC, full_matrices=False)[2][:rank].T
     most, kept = max(ranks.values()), turns_CR.shape[1]
     # what raises each class by 1 has the gradient of its score at the end; dual vectors raise no other class with it
-    gradient_MC = vectors.vectors_MC / vectors.vectors_MC.square().sum(0).clamp_min(1e-30)
+    raising_MC = vectors.vectors[last][0]
+    gradient_MC = raising_MC / raising_MC.square().sum(0).clamp_min(1e-30)
     dual_MC = gradient_MC @ torch.linalg.pinv(gradient_MC.T @ gradient_MC, rtol=1e-6, hermitian=True)
     v = {t.name: torch.zeros(input_size(t), ranks[t.name], dtype=torch.float64) for t in targets}
     u = {}

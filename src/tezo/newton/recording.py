@@ -1,8 +1,10 @@
 """Watchers of layers while rows are passed: they record inputs at the places of outputs, or add vectors to outputs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from tezo.directions.outputs import Outputs, Places, change
 from tezo.directions.random import normal
 from tezo.directions.targets import Target
 from tezo.forward.engine import LayerInputs
-from tezo.forward.watching import Watcher
+from tezo.forward.watching import Watcher, are_averaged
 from tezo.optim.closures import RowOutputs
 
 MOST_PLACES = 1024
@@ -26,6 +28,10 @@ PUSH = 0.3
 """By how much a class's score should be raised where layers are tried."""
 KEPT_EFFECT = 0.3
 """Least effect of a vector at a layer, as a part of its effect at the last one."""
+NUDGES = 256
+"""Random vectors that S is measured with at a layer, at least; few rows have several each."""
+KNOWN = 0.2
+"""S is known where predictions of unseen changes of scores by it have at least this correlation with them."""
 
 
 @dataclass
@@ -66,17 +72,34 @@ class Inputs:
         return self.parts()[0].double().mean(0) + self.means[0].double().cpu()
 
 
+class Tokens(Enum):
+    """Tokens of a row by what scores depend on: those at the place, or all others."""
+
+    PLACE = "place"
+    OTHERS = "others"
+
+
 @dataclass(frozen=True)
 class ClassVectors:
     """Vectors by which outputs of some layers raise the score of each class.
 
     Attributes:
-        vectors_MC: S, one vector for each of C classes, float64; added to an output it raises the score by 1.
-        layers: names of the layers whose outputs act so.
+        vectors: name of a layer -> S for its outputs at the place and at all other tokens, of those that there are,
+            (K, M, C) in float64; added to these outputs, it raises the score by 1. Zeros: no vector is known to.
+            Layers whose vectors were measured at one of them share a tensor. In the order of the model.
     """
 
-    vectors_MC: Tensor
-    layers: Sequence[str]
+    vectors: Mapping[str, Tensor]
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers."""
+        return [*self.vectors]
+
+    def reach(self, layer: str) -> Tensor:
+        """Returns how far outputs of each kind move scores: the square of the gradient there, (K,)."""
+        square_K = self.vectors[layer].square().sum(1).mean(1)
+        return torch.where(square_K > 0, 1 / square_K, 0.0)
 
 
 class AddedVectors:
@@ -91,28 +114,70 @@ class AddedVectors:
 
     def __init__(self, model: nn.Module, rows: RowOutputs, outputs: Outputs, step: int) -> None:
         self._model, self._rows, self._outputs, self._step = model, rows, outputs, step
+        places = [each for each in rows.places() if each is not None]
+        have_place = not any(bool((each.position_P < 0).any()) for each in places)
+        self._tokens = [Tokens.PLACE] * have_place + [Tokens.OTHERS] * all(are_averaged(each) for each in places)
+        self.passes = 0
 
-    def class_vectors(self, target: Target, size: float) -> Tensor:
-        """Returns S (M, C), one vector for each class, which raises its score by about 1: float64.
+    def class_vectors(self, targets: Sequence[Target], size: Callable[[str], float], depths: int) -> ClassVectors:
+        """Returns the vectors of those layers at which what raises a class at the last one does so too.
 
-        A random vector n_p is added to the output of a layer in the row of each example; d_p is the change of the
-        scores of the C classes, less their mean:
+        Random vectors are added at so many `depths`, evenly spaced among these layers, and each layer has the vectors
+        of the nearest depth. At the outputs of the last layer all tokens but the place have none.
 
-            S = N^T (N N^T + mu I)^-1 D,   (M, C).
+        Args:
+            targets: layers with outputs of one size, in the order of the model.
+            size: root mean square of the outputs of a layer.
+            depths: number of layers at which vectors are measured, at most.
+        """
+        last_MC = self._measured(targets[-1], size(targets[-1].name), self._tokens[0])
+        acting = self._acting(targets, last_MC)
+        others = [torch.zeros_like(last_MC)] * (len(self._tokens) - 1)
+        found = {len(acting) - 1: torch.stack([last_MC, *others])}
+        for depth in range(1, depths):
+            place = (len(acting) - 1) * (depths - 1 - depth) // (depths - 1)
+            if place not in found:
+                of_tokens = [self._measured(acting[place], size(acting[place].name), each) for each in self._tokens]
+                found[place] = torch.stack(of_tokens)
+        nearest = [min(found, key=partial(_distance, place)) for place in range(len(acting))]
+        return ClassVectors({t.name: found[place] for t, place in zip(acting, nearest, strict=True)})
+
+    def _measured(self, target: Target, size: float, tokens: Tokens) -> Tensor:
+        """Returns S (M, C), one vector for each class, which raises its score by 1: float64.
+
+        A random vector n_p is added to the output of a layer in the row of each example, `NUDGES` in all; d_p is the
+        change of the scores of the C classes, less their mean:
+
+            G = N^T K D,   K = (N N^T + mu I)^-1,   S = (1 - 1 / C) G / (e |G|^2),   (M, C),
+
+        with e the slope of d_p over the prediction n_p G by the other rows, d_p - (K D)_p / K_pp. A score that rises
+        by 1 does so by 1 - 1 / C less the mean.
 
         Args:
             target: the layer.
             size: root mean square of its outputs.
+            tokens: whose outputs have the vector added.
         """
         shape = len(self._outputs.labels_T), output_size(target)
-        added_TM = normal(shape, seed=0, step=self._step, name=target.name, role="nudge").double() * NUDGE * size
-        raised_TC = self._raised({target.name: target}, {target.name: added_TM})
-        gradient_MC = added_TM.T @ (_inverse(added_TM) @ raised_TC)
-        # the vector that raises a class by 1, scaled by the rise measured along it
-        return gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
+        added, raised = [], []
+        for turn in range(max(1, math.ceil(NUDGES / shape[0]))):
+            role = f"nudge of {tokens.value}, {turn}"
+            added.append(normal(shape, seed=0, step=self._step, name=target.name, role=role).double() * NUDGE * size)
+            raised.append(self._raised({target.name: target}, {target.name: added[-1]}, tokens))
+        added_TM, raised_TC = torch.cat(added), torch.cat(raised)
+        inverse_TT = _inverse(added_TM)
+        alpha_TC = inverse_TT @ raised_TC
+        unseen_TC = raised_TC - alpha_TC / inverse_TT.diagonal().unsqueeze(1)
+        product, square = float((raised_TC * unseen_TC).sum()), float(unseen_TC.square().sum())
+        gradient_MC = added_TM.T @ alpha_TC
+        if product <= KNOWN * math.sqrt(square) * float(torch.linalg.vector_norm(raised_TC)):
+            return torch.zeros_like(gradient_MC)
+        raises_all = 1 - 1 / raised_TC.shape[1]  # of a score that rises by 1, less the mean of the scores
+        effect = product / max(square, 1e-300)
+        return raises_all / effect * gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
 
-    def acting(self, targets: Sequence[Target], vectors_MC: Tensor) -> ClassVectors:
-        """Returns the layers at whose outputs S acts nearly as at the last one, and S scaled so that it acts by 1.
+    def _acting(self, targets: Sequence[Target], vectors_MC: Tensor) -> list[Target]:
+        """Returns the layers at whose outputs S acts nearly as at the last one.
 
         Each layer has separate places; if these are fewer than the layers, only the last layers are tried.
         """
@@ -122,31 +187,41 @@ class AddedVectors:
         class_T = (turn_T // len(targets)) % classes
         added_TM = PUSH * vectors_MC.T[class_T]
         added = {t.name: added_TM * (turn_T % len(targets) == i).unsqueeze(1) for i, t in enumerate(targets)}
-        raised_TC = self._raised({t.name: t for t in targets}, added)
+        raised_TC = self._raised({t.name: t for t in targets}, added, None)
         wanted_TC = PUSH * (functional.one_hot(class_T, classes).double() - 1 / classes)
         effect_T = (raised_TC * wanted_TC).sum(1) / wanted_TC.square().sum(1)
         effects = [float(effect_T[turn_T % len(targets) == i].mean()) for i in range(len(targets))]
-        kept = [t.name for t, effect in zip(targets, effects, strict=True) if effect >= KEPT_EFFECT * effects[-1]]
-        return ClassVectors(vectors_MC / max(effects[-1], 0.1), kept or [targets[-1].name])
+        kept = [t for t, effect in zip(targets, effects, strict=True) if effect >= KEPT_EFFECT * effects[-1]]
+        return kept or [targets[-1]]
 
-    def _raised(self, targets: Mapping[str, Target], added: Mapping[str, Tensor]) -> Tensor:
+    def _raised(self, targets: Mapping[str, Target], added: Mapping[str, Tensor], tokens: Tokens | None) -> Tensor:
         """Returns the changes of the scores (T, C), less their mean over the classes, with vectors added."""
-        adding = _Adding({target.sites[0].name: added[name] for name, target in targets.items()})
+        adding = _Adding({target.sites[0].name: added[name] for name, target in targets.items()}, tokens)
         with self._rows.watching(self._model, adding):
             moved = self._rows.outputs(self._outputs)
+        self.passes += len(self._rows.places())
         raised_TC = change(moved, self._outputs)
         return raised_TC - raised_TC.mean(1, keepdim=True)
 
 
-class _Adding(Watcher):
-    """Adds a vector to the output of layers in all rows of an example; of each layer there are (T, M)."""
+def _distance(place: int, other: int) -> int:
+    return abs(place - other)
 
-    def __init__(self, added: Mapping[str, Tensor]) -> None:
-        self._added, self.adds = added, [*added]
+
+class _Adding(Watcher):
+    """Adds a vector to the output of layers in all rows of an example, at these tokens or all; (T, M) of each layer."""
+
+    def __init__(self, added: Mapping[str, Tensor], tokens: Tokens | None) -> None:
+        self._added, self.adds, self._tokens = added, [*added], tokens
 
     def added(self, layer: str, places: Places, tokens: int) -> Tensor:
-        del tokens
-        return self._added[layer][places.example_R.cpu()].unsqueeze(1)
+        vector_R1M = self._added[layer][places.example_R.cpu()].unsqueeze(1)
+        if self._tokens is None:
+            return vector_R1M
+        is_place_RL = torch.zeros(len(vector_R1M), tokens, dtype=torch.bool)
+        known_P = places.position_P >= 0
+        is_place_RL[places.row_P[known_P], places.position_P[known_P]] = True
+        return vector_R1M * (is_place_RL == (self._tokens is Tokens.PLACE)).unsqueeze(2)
 
 
 def _inverse(x_PI: Tensor) -> Tensor:

@@ -98,6 +98,16 @@ def hold_out_of_groups(
     return [row for i, row in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]
 
 
+def too_few_to_judge(count: int) -> bool:
+    """Returns whether the loss of so many dev rows is too much by chance to choose anything by."""
+    return count < LEAST_HELD_OUT
+
+
+def are_few(count: int) -> bool:
+    """Returns whether `SHARE_OF_FEW` of so many rows are too few dev rows to choose by."""
+    return too_few_to_judge(round(SHARE_OF_FEW * count))
+
+
 def _too_few(available: int, count: int) -> RequestError:
     return RequestError(
         f"data.train has {available} row(s), too few to hold {count} out as dev rows; give data.dev, or "
@@ -272,15 +282,30 @@ def _drawn_dev(rows: list[Row], data: DataConfig, seed: int) -> list[Row]:
     return parts(rows, [most], data.draw_seed(seed), "dev")[0]
 
 
-def divide(rows: Splits, form: Format, data: DataConfig, seed: int) -> Splits:
+def divide(rows: Splits, form: Format, data: DataConfig, seed: int, *, spares_few: bool = False) -> Splits:
     """Chooses the training and dev rows that are used, by the seed, of those that `read_splits` returned.
+
+    Args:
+        rows: as they were read.
+        form: reads a row.
+        data: which rows are wanted.
+        seed: of the draws.
+        spares_few: whether none of few training rows is held out where there are test rows.
 
     Raises:
         RequestError: there are too few rows, and data.allow_fewer is not set.
     """
     seed = data.draw_seed(seed)
     if data.task is None and not rows.dev:
-        kept, held = _held_out(rows.train, data, seed)
+        is_spared = spares_few and data.hold_out is None and data.num_dev is None and bool(rows.test)
+        kept, held = rows.train, list[Row]()
+        if is_spared and are_few(len(rows.train)):
+            rows = rows.noted(
+                f"all {len(kept)} training rows are learnt from, since few dev rows would say little; "
+                "data.hold_out=0.3 holds some out."
+            )
+        else:
+            kept, held = _held_out(rows.train, data, seed)
         if not held and not rows.test:
             raise RequestError("data.hold_out is 0, and there are no other rows to evaluate on; give data.test.")
         if held:

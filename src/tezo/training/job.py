@@ -39,8 +39,16 @@ from tezo.tasks.scorers import identity, load_score, name_of
 from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.scoring_processes import SECONDS_OF_A_SCORE, Processes
 from tezo.tasks.setup import make_format, make_objective
-from tezo.tasks.splits import Splits, digest_of, divide, read_splits
-from tezo.training.choices import Choices, choose_columns, choose_dtype, choose_method, choose_size, resolve
+from tezo.tasks.splits import Splits, are_few, digest_of, divide, read_splits, too_few_to_judge
+from tezo.training.choices import (
+    Choices,
+    choose_columns,
+    choose_dtype,
+    choose_for_few,
+    choose_method,
+    choose_size,
+    resolve,
+)
 from tezo.training.rows_of_steps import (
     BASIS_ROWS,
     KEYS,
@@ -329,14 +337,22 @@ def prepare(
     loaded = load_for_tuning(config, loaded)
     choices = Choices(config)
     choices.add(choose_dtype(config, loaded.dtype))
-    used = _encode(choices.config, loaded, splits, reward)
-    learns_outputs = bool(used.format.options) or (used.is_text and fits_text(loaded.model))
-    choices.add(choose_method(config, loaded.kind, learns_outputs=learns_outputs))
+    form = make_format(choices.config.data, loaded, splits.train)
+    if form.options:  # how their rows are divided depends on the method
+        choices.add(choose_method(choices.config, loaded.kind, learns_outputs=True))
+    used = _encode(choices.config, loaded, splits, form, reward)
+    if not form.options:
+        learns_outputs = used.is_text and fits_text(loaded.model)
+        choices.add(choose_method(choices.config, loaded.kind, learns_outputs=learns_outputs))
     config = choices.config
     _check_objective(config, learns_labels=bool(used.format.options))
     untrained = _untrained(loaded, used.objective, used.train)
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
-    looked, stepped = looked_and_stepped(config, len(used.train), judged=bool(used.dev))
+    is_few = _learns_few(config, used)
+    if is_few:
+        choices.add(choose_for_few(config.train, method(config.method.name)))
+        config = choices.config
+    looked, stepped = looked_and_stepped(config, len(used.train), judged=bool(used.dev) or is_few)
 
     unchecked: list[str] = []
 
@@ -411,6 +427,12 @@ def _held_out(config: Config, loaded: LoadedModel, used: "_EncodedRows") -> Held
     return HeldOutRows(objective.evaluator, loaded.model, batches, bool(objective.options))
 
 
+def _learns_few(config: Config, used: "_EncodedRows") -> bool:
+    """Returns whether the outputs of so few rows with labels are kept that none can be spared, and none can judge."""
+    keeps = bool(used.format.options) and method(config.method.name).takes_outputs
+    return keeps and are_few(len(used.train)) and too_few_to_judge(len(used.dev))
+
+
 def _check_objective(config: Config, *, learns_labels: bool) -> None:
     name, objective, chosen = config.method.name, config.train.objective, method(config.method.name)
     if chosen.takes_labels and not learns_labels:
@@ -453,9 +475,9 @@ class _EncodedRows:
     as_read: tuple[str, ...]
 
 
-def _encode(config: Config, loaded: LoadedModel, found: Splits, reward: Reward | None) -> _EncodedRows:
-    form = make_format(config.data, loaded, found.train)
-    used = divide(found, form, config.data, config.train.seed)
+def _encode(config: Config, loaded: LoadedModel, found: Splits, form: Format, reward: Reward | None) -> _EncodedRows:
+    spares_few = bool(form.options) and method(config.method.name).takes_outputs
+    used = divide(found, form, config.data, config.train.seed, spares_few=spares_few)
     objective = make_objective(config.data, loaded, form, reward.max_new_tokens if reward is not None else None)
     own_dev = used.dev if found.dev else []  # not those that were held out of the training rows
     forms = [form, form.fitted(own_dev, config.data), form.fitted(used.test, config.data)]
