@@ -4,15 +4,18 @@ Layers that may be changed are later ones of the model, whose outputs are of the
 may write to the same residual stream. The first look at labelled rows measures the output side, on fewer rows: a second
 pass adds random vectors to the outputs of the last layer, which shows the vectors S that raise the score of each class;
 a third adds such a vector to the outputs of one layer in each row. Layers at which it acts nearly as at the last one
-may be changed, and their inputs are recorded for more rows. Later looks take S and these layers from the one before,
-and record inputs alone, unless the labels need a bias still, which S was to give them.
+may be changed. Further passes measure S at `DEPTHS` of them, once for the outputs at the place and once for those at
+all other tokens, since a vector that acts at the end of the model does little in its middle, and next to nothing at
+other tokens there. Each layer has S of the nearest depth, and inputs are recorded for more rows. Later looks take S and
+these layers from the one before, and record inputs alone, unless the labels need a bias still, which S was to give them.
 
 Regressions (`labels`) predict the errors of the outputs from the inputs of each layer. With B (C, R) the contrasts of
 classes that they predict best, W (I, C) the regression of a layer, and w its weight among all layers,
 
-    U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2:
+    U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2,   w ~ signal / |S|^2:
 
-along a column, all layers together add their prediction to the scores, with size 1. The last layer also has constant
+along a column, all layers together add their prediction to the scores, with size 1, and change outputs more where this
+moves the scores further. The last layer also has constant
 inputs, V^T x about 1, by which labels get a bias. So columns mean the same in all layers, and directions along them are
 proposed. The change that a column predicts for each row of the step, by regressions with and without that row, is kept
 beside it: a direction promises more of these rows than it does for others.

@@ -28,7 +28,7 @@ PUSH = 0.3
 """By how much a class's score should be raised where layers are tried."""
 KEPT_EFFECT = 0.3
 """Least effect of a vector at a layer, as a part of its effect at the last one."""
-NUDGES = 256
+NUDGES = 128
 """Random vectors that S is measured with at a layer, at least; few rows have several each."""
 KNOWN = 0.2
 """S is known where predictions of unseen changes of scores by it have at least this correlation with them."""

@@ -37,7 +37,8 @@ class DataConfig:
     test: str | None = None
     """Rows for the metrics before and after training: a file, or a split of the hub data set. Default: the dev rows."""
     hold_out: float | None = None
-    """Share of rows held out as dev rows if none are given; 0: none. Default: 0.1, at least 32 rows (0.3 of few)."""
+    """Share of rows held out as dev rows if none are given; 0: none. Default: 0.1, at least 32 rows (0.3 of few,
+    and none of few labelled rows whose outputs are kept, if there are test rows)."""
     subset: str | None = None
     """Configuration name of the hub data set."""
     train_split: str = "train"
