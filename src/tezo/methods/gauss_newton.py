@@ -37,13 +37,14 @@ def gauss_newton(
     A step takes K + 2 or K + 3 passes over a batch that should be large (`tezo train` takes 128 rows), and before
     it a refresh proposes the directions. On up to 1,024 labelled rows, those of the step among them, the refresh
     finds the inputs of later layers that predict the errors of the outputs, and the outputs of these layers that
-    mend them, which the first one measures at four depths (`tezo.newton.look`): 3 directions for two labels, of which the first `num_directions` are taken. Free
-    text has one direction: in 32 passes over batches of 32 rows the last blocks learn by what each pass shows of them
-    (`tezo.newton.sweep`), if they can be rebuilt from it, or else the last layer by a regression through the output
-    head (`tezo.newton.text`). Rows with per-row options need the basis `gaussian`, whose tau_j are drawn; K is
-    `num_directions` then. The step is the minimum of a convex model of the loss. It is shortened where the real loss is
-    not that of the model, or where the loss of dev rows is lower before its end (`tezo.newton.step`). `lr` is the part
-    of it that is taken. A run without dev rows has other labelled rows for refreshes than for steps.
+    mend them, which the first refresh measures at four depths (`tezo.newton.look`): 3 directions for two labels, of
+    which the first `num_directions` are taken. Free text has one direction: in 32 passes over batches of 32 rows the
+    last blocks learn by what each pass shows of them (`tezo.newton.sweep`), if they can be rebuilt from it, or else
+    the last layer by a regression through the output head (`tezo.newton.text`). Rows with per-row options need the
+    basis `gaussian`, whose tau_j are drawn; K is `num_directions` then. The step is the minimum of a convex model of
+    the loss. It is shortened where the real loss is not that of the model, or where the loss of dev rows is lower
+    before its end (`tezo.newton.step`). `lr` is the part of it that is taken. A run without dev rows has other
+    labelled rows for refreshes than for steps, unless they are few: then both have all, in two steps.
 
     The closure must be one of `tezo.closure`, or another `tezo.optim.closures.RowOutputs`. Without `optimizer.set_rows`
     a refresh has only the rows of its step.

@@ -6,8 +6,9 @@ pass adds random vectors to the outputs of the last layer, which shows the vecto
 a third adds such a vector to the outputs of one layer in each row. Layers at which it acts nearly as at the last one
 may be changed. Further passes measure S at `DEPTHS` of them, once for the outputs at the place and once for those at
 all other tokens, since a vector that acts at the end of the model does little in its middle, and next to nothing at
-other tokens there. Each layer has S of the nearest depth, and inputs are recorded for more rows. Later looks take S and
-these layers from the one before, and record inputs alone, unless the labels need a bias still, which S was to give them.
+other tokens there. Each layer has S of the nearest depth, and inputs are recorded for more rows. Later looks take S
+and these layers from the one before, and record inputs alone, unless the labels need a bias still, which S was to give
+them.
 
 Regressions (`labels`) predict the errors of the outputs from the inputs of each layer. With B (C, R) the contrasts of
 classes that they predict best, W (I, C) the regression of a layer, and w its weight among all layers,

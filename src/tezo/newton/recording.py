@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +29,10 @@ KEPT_EFFECT = 0.3
 """Least effect of a vector at a layer, as a part of its effect at the last one."""
 NUDGES = 128
 """Random vectors that S is measured with at a layer, at least; few rows have several each."""
-KNOWN = 0.2
+KNOWN = 0.1
 """S is known where predictions of unseen changes of scores by it have at least this correlation with them."""
+LEAST_SLOPE = 0.1
+"""Least slope of changes of scores over these predictions at the last layer, whose S is taken as it is."""
 
 
 @dataclass
@@ -130,7 +131,7 @@ class AddedVectors:
             size: root mean square of the outputs of a layer.
             depths: number of layers at which vectors are measured, at most.
         """
-        last_MC = self._measured(targets[-1], size(targets[-1].name), self._tokens[0])
+        last_MC = self._measured(targets[-1], size(targets[-1].name), self._tokens[0], is_last=True)
         acting = self._acting(targets, last_MC)
         others = [torch.zeros_like(last_MC)] * (len(self._tokens) - 1)
         found = {len(acting) - 1: torch.stack([last_MC, *others])}
@@ -139,10 +140,13 @@ class AddedVectors:
             if place not in found:
                 of_tokens = [self._measured(acting[place], size(acting[place].name), each) for each in self._tokens]
                 found[place] = torch.stack(of_tokens)
-        nearest = [min(found, key=partial(_distance, place)) for place in range(len(acting))]
-        return ClassVectors({t.name: found[place] for t, place in zip(acting, nearest, strict=True)})
 
-    def _measured(self, target: Target, size: float, tokens: Tokens) -> Tensor:
+        def nearest(place: int) -> int:
+            return min(found, key=lambda other: abs(other - place))
+
+        return ClassVectors({target.name: found[nearest(place)] for place, target in enumerate(acting)})
+
+    def _measured(self, target: Target, size: float, tokens: Tokens, *, is_last: bool = False) -> Tensor:
         """Returns S (M, C), one vector for each class, which raises its score by 1: float64.
 
         A random vector n_p is added to the output of a layer in the row of each example, `NUDGES` in all; d_p is the
@@ -157,6 +161,7 @@ class AddedVectors:
             target: the layer.
             size: root mean square of its outputs.
             tokens: whose outputs have the vector added.
+            is_last: whether it is the last layer, through which all scores are raised.
         """
         shape = len(self._outputs.labels_T), output_size(target)
         added, raised = [], []
@@ -168,13 +173,13 @@ class AddedVectors:
         inverse_TT = _inverse(added_TM)
         alpha_TC = inverse_TT @ raised_TC
         unseen_TC = raised_TC - alpha_TC / inverse_TT.diagonal().unsqueeze(1)
-        product, square = float((raised_TC * unseen_TC).sum()), float(unseen_TC.square().sum())
-        gradient_MC = added_TM.T @ alpha_TC
-        if product <= KNOWN * math.sqrt(square) * float(torch.linalg.vector_norm(raised_TC)):
+        gradient_MC, size_of_unseen = added_TM.T @ alpha_TC, float(torch.linalg.vector_norm(unseen_TC))
+        along = float((raised_TC * unseen_TC).sum()) / max(size_of_unseen, 1e-300)
+        if not is_last and along <= KNOWN * float(torch.linalg.vector_norm(raised_TC)):
             return torch.zeros_like(gradient_MC)
-        raises_all = 1 - 1 / raised_TC.shape[1]  # of a score that rises by 1, less the mean of the scores
-        effect = product / max(square, 1e-300)
-        return raises_all / effect * gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
+        slope = along / max(size_of_unseen, 1e-300)
+        rise = (1 - 1 / raised_TC.shape[1]) / (max(slope, LEAST_SLOPE) if is_last else slope)
+        return rise * gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
 
     def _acting(self, targets: Sequence[Target], vectors_MC: Tensor) -> list[Target]:
         """Returns the layers at whose outputs S acts nearly as at the last one.
@@ -202,10 +207,6 @@ class AddedVectors:
         self.passes += len(self._rows.places())
         raised_TC = change(moved, self._outputs)
         return raised_TC - raised_TC.mean(1, keepdim=True)
-
-
-def _distance(place: int, other: int) -> int:
-    return abs(place - other)
 
 
 class _Adding(Watcher):
