@@ -201,12 +201,26 @@ def test_columns_have_one_meaning_and_directions_are_proposed_along_all_of_them(
     used = [column for kind in range(kinds) for column in range(rank)[layout.columns(kind)]]
     biases = list(range(rank)[layout.bias])
     assert sorted([*used, *biases]) == list(range(len(used) + len(biases))) and len(used) + len(biases) <= rank
-    assert layout.biases == min(classes - 1, rank // 3) and 1 <= layout.contrasts <= classes - 1
+    assert layout.biases == (classes - 1 if classes - 1 <= rank // 3 else 1) and 1 <= layout.contrasts <= classes - 1
     proposed = layout.proposals(torch.linspace(1, 0.5, layout.contrasts, dtype=torch.float64), rank)
     assert proposed.shape == (layout.biases + kinds + layout.contrasts * (layout.contrasts > 1), rank)
     assert bool(proposed[:, used + biases].any(0).all()), "a column that no direction moves"
     assert not bool(proposed[: layout.biases][:, used].any()) and not bool(proposed[layout.biases :][:, biases].any())
     assert torch.allclose(contrasts(classes).sum(0), torch.zeros(classes - 1, dtype=torch.float64), atol=1e-12)
+
+
+def test_of_many_classes_the_bias_that_fits_best_is_one_column():
+    labels = torch.randint(12, (400,), generator=torch.Generator().manual_seed(7))
+    scores = noise(400, 12, seed=73) + 3 * noise(12, seed=74)
+    outputs = Outputs(scores, labels, torch.arange(400), shared=True)
+    layout = Layout.of(12, 2, 16, 400)
+    (bias_C,) = layout.biases_of(outputs).T
+    assert (layout.biases, layout.contrasts) == (1, 7)
+    longest = float(fitted_bias(outputs).norm())
+    moved = replace(outputs, scores_TC=scores + longest * bias_C)
+    assert float(fitted_bias(moved).abs().max()) < 1e-4 < moved.loss() < outputs.loss()
+    every = Layout.of(4, 2, 16, 400).biases_of(Outputs(scores[:, :4], labels % 4, torch.arange(400), shared=True))
+    assert torch.equal(every, contrasts(4))
 
 
 def test_a_look_that_sees_what_is_wrong_mends_it_with_few_directions():

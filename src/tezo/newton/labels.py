@@ -16,7 +16,8 @@ Its correlation with the errors, the signal, chooses lambda for each layer, and 
 All layers predict much the same, each with other noise, so that their sum is better than any. B (C, R) are the
 leading right singular vectors of that sum.
 
-Directions are proposed along the columns of the factors: each contrast of biases, the predictions by inputs at the
+Directions are proposed along the columns of the factors: each contrast of biases, or of many classes the bias that fits
+best, the predictions by inputs at the
 place, those by means, and both for each column of B.
 """
 
@@ -54,7 +55,8 @@ class Layout:
     Attributes:
         contrasts: R.
         kinds: of inputs: at the place, and their mean.
-        biases: columns with a constant input, in the last layer alone.
+        biases: columns with a constant input, in the last layer alone: all contrasts of classes, or, where these would
+            take more than a third of the columns, the bias that fits best.
     """
 
     contrasts: int
@@ -64,8 +66,15 @@ class Layout:
     @classmethod
     def of(cls, classes: int, kinds: int, rank: int, places: int) -> "Layout":
         """Returns the layout of the columns of this rank, of regressions on so many places."""
-        biases = min(classes - 1, rank // 3)
+        biases = classes - 1 if classes - 1 <= rank // 3 else 1
         return cls(max(1, min(classes - 1, (rank - biases) // kinds, places)), kinds, biases)
+
+    def biases_of(self, outputs: Outputs) -> Tensor:
+        """Returns by how much each column with a constant input raises each class, (C, biases) in float64."""
+        classes = outputs.scores_TC.shape[1]
+        if self.biases == classes - 1:
+            return contrasts(classes)
+        return functional.normalize(fitted_bias(outputs), dim=0).unsqueeze(1)
 
     def columns(self, kind: int) -> slice:
         """Returns the columns that inputs of a kind predict."""

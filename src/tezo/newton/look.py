@@ -47,7 +47,7 @@ from tezo.directions.bases.basis import (
 )
 from tezo.directions.outputs import Outputs, errors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
-from tezo.newton.labels import Layout, common, contrasts, is_biased, regress
+from tezo.newton.labels import Layout, common, is_biased, regress
 from tezo.newton.last_blocks import NotRebuiltError, name_of
 from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, finite
 from tezo.newton.sweep import BATCHES, ROWS, blocks_to_sweep, sweep, swept_bytes
@@ -355,7 +355,7 @@ def look_at_labels(
         if name == last and layout.biases:
             mean_I = inputs[name].average()
             v[name][:, layout.bias] = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
-            u[name][:, layout.bias] = vectors.vectors[name][0] @ contrasts(classes)[:, : layout.biases]
+            u[name][:, layout.bias] = vectors.vectors[name][0] @ layout.biases_of(outputs)
     return Look(
         inputs=v,
         outputs=u,
