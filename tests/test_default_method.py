@@ -45,7 +45,7 @@ def home(tmp_path_factory):
     for family in ("llama", "roberta"):
         model_folder(folder, family)
     projected_opt(folder / "projected")
-    write_rows(folder / "labels.jsonl", label_rows(40, seed=1))
+    write_rows(folder / "labels.jsonl", label_rows(160, seed=1))
     write_rows(folder / "texts.jsonl", completion_rows(12, seed=1))
     return folder
 

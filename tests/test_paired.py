@@ -145,7 +145,7 @@ def home(tmp_path_factory):
 def job_of(home, data: str, **train_settings):
     rows = str(home / data)
     made = {"model": {"name": str(home / "opt"), "device": "cpu"}, "data": {"train": rows, "dev": rows},
-            "train": {"steps": 2} | train_settings}  # fmt: skip
+            "train": {"steps": 2, "guard": True} | train_settings}  # fmt: skip
     if "reward" not in train_settings:
         made["method"] = {"name": "gauss-newton"}
     return prepare(parse_config(made))

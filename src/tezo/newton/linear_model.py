@@ -12,7 +12,7 @@ the changes of scores P, and P' if each row had been left out of it, F is replac
 
     F' = F - r (P - P'),   s, r = argmin |F - s P' - r (P - P')|^2,
 
-with the means over rows and over classes taken off all three, and r kept between 0 and 1. That part of F, its
+with the means over rows and over classes taken off all three, and r at least 0. That part of F, its
 optimism (Efron 2004), does not hold for other rows. Coefficients are fitted to z + F' a, and validated by it.
 """
 
@@ -73,7 +73,7 @@ def without_optimism(slopes_TCK: Tensor, outputs: Outputs, predictions: Predicti
     y_KX1 = change.movedim(2, 0).flatten(1).unsqueeze(-1)
     x_KX2 = torch.stack(terms, -1).movedim(2, 0).flatten(1, 2)
     parts_K2 = (torch.linalg.pinv(x_KX2.mT @ x_KX2, hermitian=True) @ (x_KX2.mT @ y_KX1)).squeeze(-1)
-    found_TCK[known_T] -= parts_K2[:, 1].clamp(0, 1) * optimism_TCK
+    found_TCK[known_T] -= parts_K2[:, 1].clamp_min(0) * optimism_TCK
     return found_TCK
 
 
