@@ -210,7 +210,8 @@ def test_a_method_has_its_schedule_unless_one_is_given(name, given, expected):
 
 def test_runs_on_free_text_have_sizes_of_their_own(home):
     write_rows(home / "many.jsonl", completion_rows(60, seed=2))
-    for data, size, settings in (("many", (32, 3), ()), ("labels", (28, 6), ()),  # all that no dev row is
+    write_rows(home / "fewer.jsonl", label_rows(120, seed=2))
+    for data, size, settings in (("many", (32, 3), ()), ("fewer", (88, 6), ()),  # all that no dev row is
                                  ("many", (5, 9), ("train.batch_size=5", "train.steps=9"))):  # fmt: skip
         job = prepare(request(home, data=data, settings=("method.name=gauss-newton", *settings)), measuring=False)
         job.optimizer.close()
@@ -219,7 +220,7 @@ def test_runs_on_free_text_have_sizes_of_their_own(home):
 
 def test_a_run_ends_after_two_rounds_that_took_no_step(home, tmp_path):
     # labels that a text does not tell: after its bias there is nothing to learn
-    same = [{"text": "what it says", "label": label} for label in ["a", "b"] * 20]
+    same = [{"text": "what it says", "label": label} for label in ["a", "b"] * 60]
     write_rows(home / "same.jsonl", same)
     settings = ["train.steps=9", "method.name=gauss-newton", "data.hold_out=0", f"data.test={home / 'same.jsonl'}"]
     found = train(request(home, data="same", settings=settings), tmp_path / "run")
@@ -326,7 +327,7 @@ def test_dev_rows_are_passed_once_for_an_evaluation_and_the_step_after_it(home, 
     days = [("a good day", "a") if i % 2 else ("a bad night", "b") for i in range(30)]
     texts = [{"prompt": text, "completion": f" it was {answer}"} for text, answer in days]
     write_rows(home / "days.jsonl", texts if data == "texts" else [{"text": t, "label": label} for t, label in days])
-    settings = ["train.steps=4", "method.name=gauss-newton", "method.rank=4", "data.hold_out=0.3",
+    settings = ["train.steps=4", "method.name=gauss-newton", "method.rank=4", "data.hold_out=0.3", "train.guard=true",
                 f"data.test={home / 'days.jsonl'}"]  # fmt: skip
     listener = Evaluates()
     found = train(request(home, data="days", settings=settings), tmp_path / "run", [listener])

@@ -88,7 +88,7 @@ def test_slopes_lose_what_is_foretold_of_their_own_rows_alone_as_far_as_it_is_re
         return without_optimism(slopes, own, Predictions(*foretold))
 
     optimism = fitted - without
-    for real, part in ((1.0, 1.0), (0.5, 0.5), (0.7, 0.2), (0.7, 0.0), (0.0, 0.4)):
+    for real, part in ((1.0, 1.0), (1.5, 1.6), (0.5, 0.5), (0.7, 0.2), (0.7, 0.0), (0.0, 0.4)):
         kept = (real * without + constant)[order]
         assert torch.allclose(found(kept + part * optimism[order], fitted, without), kept)
     nothing = torch.zeros_like(fitted)  # of a bias nothing is foretold
