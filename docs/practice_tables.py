@@ -1,11 +1,11 @@
 """The tables of what practitioners take on labelled rows, drawn from `practice.json`."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from drawing import RESULTS, grid, machine, read
+from drawing import grid, machine, read
 
 ENCODER = "22M encoder"
 LINES = {
@@ -18,6 +18,10 @@ LINES = {
     "setfit": f"{ENCODER}, SetFit",
 }
 """Line of the results -> its name in a table, those of one model of 135M parameters first."""
+DEFAULT = next(iter(LINES))
+SAME_ROWS = ("issues", "trec", "routing", "sst2")
+"""Tasks whose rows and prompts are those of `real_tasks`."""
+TASKS = ("issues", "trec", "sst2", "sst5", "routing", "rte", "trec-fine")
 COUNTS = ("8 rows a label", "16 rows a label", "64 rows a label", "all rows")
 
 Runs = dict[tuple[str, str, str], list[dict[str, Any]]]
@@ -25,11 +29,15 @@ Runs = dict[tuple[str, str, str], list[dict[str, Any]]]
 
 
 def by_cell() -> Runs:
-    """All runs that were made; none before the first result."""
+    """All runs that were made, those of the default with all rows by `real_tasks`."""
     found: Runs = {}
-    for name, run in read("practice")["runs"].items() if (RESULTS / "practice.json").exists() else ():
+    for name, run in read("practice")["runs"].items():
         task, rows, line = name.rpartition(", seed ")[0].split("/")
         found.setdefault((task, rows, line), []).append(run)
+    for name, run in read("real_tasks")["runs"].items():
+        task, _, line = name.rpartition(", seed ")[0].partition("/")
+        if task in SAME_ROWS and line == DEFAULT:
+            found.setdefault((task, COUNTS[-1], line), []).append(run)
     return found
 
 
@@ -46,29 +54,30 @@ def practice(key: str, scale: float, digits: int) -> str:
     """A metric of the test rows of each task and line, by the number of training rows."""
     cells = by_cell()
     rows = []
-    for task in dict.fromkeys(task for task, _, _ in cells):
+    for task in (task for task in TASKS if any(own[0] == task for own in cells)):
         for line, label in LINES.items():
             of_line = [cells.get((task, count, line), []) for count in COUNTS]
             if any(of_line):
                 seeds = max(len(runs) for runs in of_line)
                 rows.append([task, label, str(seeds), *(cell(runs, key, scale, digits) for runs in of_line)])
-    ran = next(iter(cells.values()))[0]
-    return grid(["rows", "", "seeds", *COUNTS], rows) + _source(ran)
+    return grid(["rows", "", "seeds", *COUNTS], rows) + _source(run for runs in cells.values() for run in runs)
 
 
 def costs() -> str:
     """Passes, seconds and peak memory of each line on the tasks that all lines have, with all rows."""
     cells = by_cell()
-    rows = []
+    rows, ran = [], []
     for (task, count, line), runs in sorted(cells.items(), key=lambda own: [*LINES].index(own[0][2])):
         if count == COUNTS[-1]:
+            if "peak_memory" not in runs[0]:
+                continue
             passes, memory = (
                 statistics.median(run[key] for run in runs) for key in ("passes_of_64_rows", "peak_memory")
             )
+            ran += runs
             seconds = [run["cpu_seconds"] for run in runs if "cpu_seconds" in run]  # the first runs did not keep them
             spent = f"{statistics.median(seconds):.0f}" if seconds else "-"
             rows.append([LINES[line], task, f"{passes:.0f}", spent, f"{memory / 2**20:.0f} MiB"])
-    ran = next(iter(cells.values()))[0]
     note = "Seconds are those that a CPU spent on the run's one thread, since the machine was busy with other work. "
     return grid(["", "rows", "passes of 64 rows", "CPU seconds", "peak memory of the process"], rows) + "\n" + note + (
         "SetFit's passes are forward and backward. " + _source(ran).lstrip()
@@ -86,8 +95,9 @@ def setfit_level(task: str) -> str:
     )
 
 
-def _source(ran: dict[str, Any]) -> str:
-    return f"\nMedian, lowest and highest of the seeds. `python benchmarks/practice.py`; {machine(ran)}.\n"
+def _source(runs: Iterable[dict[str, Any]]) -> str:
+    where = "; ".join(dict.fromkeys(machine(run) for run in runs))
+    return f"\nMedian, lowest and highest of the seeds; a dash: no run. `python benchmarks/practice.py`; {where}.\n"
 
 
 PRACTICE_TABLES: dict[str, Callable[[], str]] = {
