@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from folders import refused, saved, tezo
-from vllm_server import vllm_home, vllm_server
+from few_bits import LAYER, in_few_bits, in_groups, rewritten
+from folders import refused, tezo
+from vllm_server import another_of_its_base, vllm_home, vllm_server
 
 from tezo.engines import load
 from tezo.engines.second_copy import DOUBTFUL, OTHER, SecondCopy, compared, left_out
@@ -21,11 +22,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     root = vllm_home(tmp_path_factory.mktemp("home"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(root / "tiny")
-    with torch.no_grad():
-        for parameter in model.model.layers.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
-    saved(model, transformers.AutoTokenizer.from_pretrained(root / "tiny"), root / "tuned")  # of the same base
+    another_of_its_base(root / "tiny", root / "tuned")
     return root
 
 
@@ -105,13 +102,22 @@ def test_other_weights_end_a_run_before_anything_is_written(home, standin, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_second_copy_it_is_said_what_could_not_be_checked(loaded, standin, monkeypatch):
-    monkeypatch.setattr(loaded.model.config, "quantization_config", {"quant_method": "fp8"}, raising=False)
+def test_without_a_second_copy_it_is_said_what_could_not_be_checked(home, standin, monkeypatch, tmp_path):
+    monkeypatch.setattr(standin, "alters", lambda adapter: adapter)
+    folder = rewritten(home / "tiny", tmp_path, in_groups)
+    loaded = load(ModelConfig(name=str(folder), engine=standin.url))
     (said,) = loaded.engine.reserve(RANK, modules_of(loaded.model))
-    assert standin.url in said and "could not be checked" in said and "quantised" in said
+    assert standin.url in said and "could not be checked" in said and f"{LAYER} is in I8" in said
     monkeypatch.setattr(standin, "alters", attention_alone)  # which needs none
     with pytest.raises(RequestError, match="leaves gate_proj, up_proj, down_proj out"):
         loaded.engine.reserve(RANK + 1, modules_of(loaded.model))
+
+
+def test_weights_in_few_bits_are_a_second_copy_where_their_scales_are_read(home, standin, monkeypatch, tmp_path):
+    monkeypatch.setattr(standin, "alters", lambda adapter: adapter)
+    folder = rewritten(home / "tiny", tmp_path, in_few_bits(torch.int8, "rows x 1"))
+    loaded = load(ModelConfig(name=str(folder), engine=standin.url))
+    assert loaded.engine.reserve(RANK, modules_of(loaded.model)) == []
 
 
 def test_the_second_copy_computes_what_the_model_does_without_and_with_merged_weights(home, loaded):

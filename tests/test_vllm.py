@@ -13,7 +13,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import requests
@@ -21,7 +20,7 @@ import torch
 import transformers
 from folders import completion_rows, refused, tezo, train, write_rows
 from safetensors.torch import load_file
-from vllm_server import a_change, check_ends_alike, some_asked, vllm_home, vllm_server
+from vllm_server import a_change, another_of_its_base, check_ends_alike, some_asked, vllm_home, vllm_server
 
 from tezo.engines import load
 from tezo.engines.client import Client
@@ -29,7 +28,7 @@ from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
 from tezo.engines.server import OWN, Server, is_left, uniform
 from tezo.forward.engine import NOTHING, EngineLostError
 from tezo.models.kinds import ModelConfig
-from tezo.models.lora import Adapter, attach_adapter
+from tezo.models.lora import Adapter, attach_adapter, save_adapter
 from tezo.system.errors import RequestError
 from tezo.training.listeners import Listener
 from tezo.training.loop import train as run_config
@@ -39,6 +38,8 @@ from tezo.training.settings import parse_config, to_tree, untrusted_tree
 PYTHON = os.environ.get("TEZO_VLLM")
 real = pytest.mark.skipif(PYTHON is None, reason="no vLLM here: TEZO_VLLM names the python of an environment with it")
 PORT = 8411
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +94,12 @@ def test_layers_of_other_ranks_are_one_adapter(home):
 
 
 @contextmanager
-def server(home, *more, port=PORT, **environment):
-    python = Path(str(PYTHON))
-    command = [
-        python.with_name("vllm"), "serve", home / "tiny", "--served-model-name", "tiny", "--dtype", "float32",
+def server(home, *more, port=PORT, tuned=ALL, **environment):
+    command = [  # which the package for CPUs has too; its `vllm serve` asks for the version of a package it lacks
+        PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", home / "tiny", "--served-model-name", "tiny",
+        "--dtype", "float32",
         "--enforce-eager", "--max-model-len", "256", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "16",
-        "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-        "--port", port, "--host", "127.0.0.1", *more,
+        "--lora-target-modules", *tuned, "--port", port, "--host", "127.0.0.1", *more,
     ]  # fmt: skip
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
                 "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # fmt: skip
@@ -162,6 +162,69 @@ def test_a_server_tells_what_torch_computes_under_no_one_and_several_changes(hom
                     handle.remove()
     names = [own["id"] for own in requests.get(f"{address}/v1/models", timeout=5).json()["data"]]
     assert names == ["tiny"]
+
+
+def log_probs(answers) -> list[float]:
+    """All log-probabilities in answers."""
+    return [
+        table[token][0] for answer in answers for _, table in sorted(answer.next.items()) for token in sorted(table)
+    ]
+
+
+def cached_tokens(address) -> float:
+    """Tokens of prompts that the server has taken from its cache instead of computing them."""
+    lines = requests.get(f"{address}/metrics", timeout=5).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [(), (7, 9)])
+def test_rows_in_any_order_have_the_same_log_probabilities_where_beginnings_are_cached(home, address, tmp_path, wanted):
+    """As vllm#42019 says, they had others."""
+    model, draw, client = (
+        transformers.AutoModelForCausalLM.from_pretrained(home / "tiny"),
+        random.Random(0),
+        Client(address),
+    )
+    vocabulary, beginning = model.config.vocab_size, draw.choices(range(4, 250), k=140)  # a block has 128 tokens
+    texts = [[*beginning, *draw.choices(range(4, 250), k=count)] for count in (1, 60, 7, 33, 18, 47)]
+    prompts = [Prompt(text, {i: i for i in range(len(text) - 1)}, wanted) for text in texts]
+    save_adapter(uniform(a_change(model)), tmp_path, model=model, base="")
+    before = cached_tokens(address)
+    told = []
+    for order in (range(6), range(5, -1, -1), (3, 0, 5, 2, 4, 1)):
+        name = f"order-{'-'.join(map(str, order))}"
+        client.load(name, tmp_path)
+        for _ in range(2):  # none is cached under this name, and then all are
+            answers = client.answers(name, [prompts[i] for i in order], 1, vocabulary)
+            told.append(torch.tensor(log_probs([answers[order.index(i)] for i in range(6)])))
+        client.unload(name)
+    for other in told[1:]:
+        torch.testing.assert_close(other, told[0], atol=1e-5, rtol=0)
+    assert (cached_tokens(address) > before) == bool(wanted), "vLLM computes all of a prompt that it has to tell"
+
+
+@real
+@pytest.mark.slow
+def test_a_server_is_taken_for_the_model_that_it_has_alone(home, address, tmp_path):
+    loaded = load(ModelConfig(name=str(home / "tiny"), engine=address))
+    tuned = [name for name, _ in loaded.model.named_modules() if name.rpartition(".")[2] in ALL]
+    assert loaded.engine.reserve(12, tuned) == []
+    another = load(ModelConfig(name=str(another_of_its_base(home / "tiny", tmp_path / "tuned")), engine=address))
+    with pytest.raises(RequestError, match="has other weights than the folder"):
+        another.engine.reserve(12, tuned)
+
+
+@real
+@pytest.mark.slow
+def test_a_server_that_leaves_layers_out_of_adapters_is_named_with_them(home):
+    with server(home, port=PORT + 2, tuned=ATTENTION):
+        loaded = load(ModelConfig(name=str(home / "tiny"), engine=f"http://127.0.0.1:{PORT + 2}"))
+        names = [name for name, _ in loaded.model.named_modules()]
+        assert loaded.engine.reserve(12, [name for name in names if name.endswith(ATTENTION)]) == []
+        with pytest.raises(RequestError, match=r"leaves gate_proj, up_proj, down_proj out.*--lora-target-modules"):
+            loaded.engine.reserve(12, [name for name in names if name.endswith(ALL)])
 
 
 @real

@@ -190,6 +190,16 @@ def vllm_home(root: Path) -> Path:
     return root
 
 
+def another_of_its_base(folder: Path, root: Path) -> Path:
+    """`root` with a model that differs from that in the folder by its weights alone, as another fine-tune does."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    saved(model, transformers.AutoTokenizer.from_pretrained(folder), root)
+    return root
+
+
 def some_asked(draw: random.Random, *, several: bool, likely: int) -> Asked:
     beginning = draw.choices(range(4, 250), k=5)
     texts = sorted({(*beginning, *draw.choices(range(4, 250), k=draw.randint(1, 9))) for _ in range(6)})

@@ -71,18 +71,15 @@ class SecondCopy:
 
     Args:
         model: whose weights are read for the forward of each layer.
+        why_not: why they cannot be read, as a clause; None: they can.
+
+    Attributes:
+        why_not: likewise.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, why_not: str | None = None) -> None:
+        self._model, self.why_not = model, why_not
         self._known: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[Change, Tensor]] = {}
-
-    @property
-    def why_not(self) -> str | None:
-        """Why it cannot be computed here; None: it can."""
-        if getattr(self._model.config, "quantization_config", None) is not None:
-            return "its weights are quantised, and torch would have to unpack them"
-        return None
 
     def log_probs(self, tokens: Sequence[int], modules: Sequence[str]) -> tuple[Change, Tensor]:
         """Returns (a random change of modules, the log-probabilities of the next tokens of a text without and with it).

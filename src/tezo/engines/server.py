@@ -35,6 +35,7 @@ from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.lora import Adapter, save_adapter
+from tezo.models.safetensors_weights import SafetensorsWeights
 from tezo.system.errors import RequestError
 from tezo.system.progress import CHECKING, current
 
@@ -72,7 +73,7 @@ def load_server(config: ModelConfig) -> LoadedModel:
     for client in clients:
         again(client.models)  # one that is not there is named before the model is read
     loaded, _ = load_folder(config.name)
-    copy = SecondCopy(loaded.model)
+    copy = SecondCopy(loaded.model, SafetensorsWeights(loaded.files.paths, loaded.model).why_not)
     servers = [Server(client, loaded.model, loaded.tokenizer, copy) for client in clients]
     return replace(loaded, engine=servers[0] if len(servers) == 1 else Workers(servers))
 
@@ -263,7 +264,7 @@ class Server(Engine):
         if copy is None or why_not is not None:
             return [
                 f"model.engine: whether the server at {address} has the weights of model.name could not be checked: "
-                f"{why_not}. That it computes adapters on every layer was."
+                f"torch would read the folder's, and {why_not}. That it computes adapters on every layer was."
             ]
         change, expected = copy.log_probs(self._text, modules)
         for attempt in range(2):

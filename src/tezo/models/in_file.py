@@ -5,7 +5,7 @@ for a refresh on a few rows, each layer's weights are unpacked for its forward a
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -21,6 +20,7 @@ from tezo.models.gguf import ARCHITECTURES, GgufWeights, gguf_tokenizer, reading
 from tezo.models.identity import fingerprint
 from tezo.models.kinds import choose_kind, read_labels
 from tezo.models.loading import CLASSES, LoadedModel, loading, resolve_name, set_padding
+from tezo.models.safetensors_weights import SafetensorsWeights
 from tezo.models.stored import BaseFiles, files_of
 from tezo.system.errors import RequestError
 from tezo.system.progress import LOADING, current
@@ -154,32 +154,3 @@ def _ready(
     current().watch(model)
     read_at_use(model, Unread(weights))
     return LoadedModel(model, tokenizer, "causal", made, tuple(notices), files=files)
-
-
-class SafetensorsWeights(Mapping[str, Tensor]):
-    """The weights in some files by the names of parameters, read at each use, in float32.
-
-    Args:
-        files: safetensors.
-        model: their model.
-    """
-
-    def __init__(self, files: Sequence[Path], model: Any) -> None:
-        self._parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        self._tied = dict(model.all_tied_weights_keys)
-        self._files: dict[str, Path] = {}
-        for path in files:
-            with safe_open(path, "pt") as file:
-                self._files |= dict.fromkeys(file.keys(), path)
-
-    def __getitem__(self, name: str) -> Tensor:
-        stored = name if name in self._files else self._tied.get(name, name)
-        with safe_open(self._files[stored], "pt") as file:
-            found: Tensor = file.get_tensor(stored)
-        return found.float()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
