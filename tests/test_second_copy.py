@@ -14,6 +14,8 @@ from tezo.engines.second_copy import DOUBTFUL, OTHER, SecondCopy, compared, left
 from tezo.models.kinds import ModelConfig
 from tezo.models.lora import Adapter
 from tezo.system.errors import RequestError
+from tezo.training.loop import train as run_config
+from tezo.training.settings import parse_config
 
 RANK = 12
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -118,6 +120,21 @@ def test_weights_in_few_bits_are_a_second_copy_where_their_scales_are_read(home,
     folder = rewritten(home / "tiny", tmp_path, in_few_bits(torch.int8, "rows x 1"))
     loaded = load(ModelConfig(name=str(folder), engine=standin.url))
     assert loaded.engine.reserve(RANK, modules_of(loaded.model)) == []
+
+
+def test_looks_at_weights_that_are_not_read_are_refused_before_anything_is_written(
+    home, standin, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(standin, "alters", lambda adapter: adapter)
+    (tmp_path / "packed").mkdir()
+    folder = rewritten(home / "tiny", tmp_path / "packed", in_groups)
+    asked = {"model": {"name": str(folder), "engine": standin.url}, "data": {"train": str(home / "few.jsonl")}}
+    asked["train"] = {"steps": 1}
+    with pytest.raises(RequestError, match=f"gauss-newton.*looks at inputs of layers.*{LAYER} is in I8.*such as tezo"):
+        run_config(parse_config(asked), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    asked["method"] = {"name": "tezo", "rank": 4, "lr": 0.01, "rho": 0.03}
+    assert run_config(parse_config(asked), tmp_path / "run")["num_forward_passes"] == 2
 
 
 def test_the_second_copy_computes_what_the_model_does_without_and_with_merged_weights(home, loaded):

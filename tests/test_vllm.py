@@ -9,9 +9,7 @@ import os
 import random
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -19,6 +17,7 @@ import requests
 import torch
 import transformers
 from folders import completion_rows, refused, tezo, train, write_rows
+from real_vllm import ALL, ATTENTION, PYTHON, real_server, with_adapters
 from safetensors.torch import load_file
 from vllm_server import a_change, another_of_its_base, check_ends_alike, some_asked, vllm_home, vllm_server
 
@@ -35,11 +34,8 @@ from tezo.training.loop import train as run_config
 from tezo.training.resume import check_unchanged
 from tezo.training.settings import parse_config, to_tree, untrusted_tree
 
-PYTHON = os.environ.get("TEZO_VLLM")
 real = pytest.mark.skipif(PYTHON is None, reason="no vLLM here: TEZO_VLLM names the python of an environment with it")
 PORT = 8411
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
@@ -93,36 +89,9 @@ def test_layers_of_other_ranks_are_one_adapter(home):
         assert a.shape[0] == b.shape[1] == 5 and torch.allclose(b @ a, b_OR @ a_RI)
 
 
-@contextmanager
-def server(home, *more, port=PORT, tuned=ALL, **environment):
-    command = [  # which the package for CPUs has too; its `vllm serve` asks for the version of a package it lacks
-        PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", home / "tiny", "--served-model-name", "tiny",
-        "--dtype", "float32",
-        "--enforce-eager", "--max-model-len", "256", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "16",
-        "--lora-target-modules", *tuned, "--port", port, "--host", "127.0.0.1", *more,
-    ]  # fmt: skip
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-                "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # fmt: skip
-    log = (home / f"server-{port}.log").open("w")
-    process = subprocess.Popen(
-        list(map(str, command)), env={**os.environ, **settings, **environment}, stdout=log, stderr=log,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        for _ in range(400):
-            try:
-                if requests.get(f"http://127.0.0.1:{port}/v1/models", timeout=5).ok:
-                    break
-            except requests.RequestException:
-                time.sleep(0.5)
-        else:
-            raise AssertionError((home / f"server-{port}.log").read_text()[-3000:])
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
-        log.close()
+def server(home, port=PORT, modules=ALL):
+    log = home / f"server-{port}.log"
+    return real_server(home / "tiny", port, ["--dtype", "float32", *with_adapters(modules)], log)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +188,7 @@ def test_a_server_is_taken_for_the_model_that_it_has_alone(home, address, tmp_pa
 @real
 @pytest.mark.slow
 def test_a_server_that_leaves_layers_out_of_adapters_is_named_with_them(home):
-    with server(home, port=PORT + 2, tuned=ATTENTION):
+    with server(home, port=PORT + 2, modules=ATTENTION):
         loaded = load(ModelConfig(name=str(home / "tiny"), engine=f"http://127.0.0.1:{PORT + 2}"))
         names = [name for name, _ in loaded.model.named_modules()]
         assert loaded.engine.reserve(12, [name for name in names if name.endswith(ATTENTION)]) == []

@@ -35,7 +35,6 @@ from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.models.lora import Adapter, save_adapter
-from tezo.models.safetensors_weights import SafetensorsWeights
 from tezo.system.errors import RequestError
 from tezo.system.progress import CHECKING, current
 
@@ -73,7 +72,7 @@ def load_server(config: ModelConfig) -> LoadedModel:
     for client in clients:
         again(client.models)  # one that is not there is named before the model is read
     loaded, _ = load_folder(config.name)
-    copy = SecondCopy(loaded.model, SafetensorsWeights(loaded.files.paths, loaded.model).why_not)
+    copy = SecondCopy(loaded.model, loaded.unread)
     servers = [Server(client, loaded.model, loaded.tokenizer, copy) for client in clients]
     return replace(loaded, engine=servers[0] if len(servers) == 1 else Workers(servers))
 

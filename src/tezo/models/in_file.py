@@ -124,7 +124,8 @@ def load_folder(name: str) -> tuple[LoadedModel, str]:
         if (Path(source) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(source)
         loaded = _ready(name, model, tokenizer, files, [], partial(SafetensorsWeights, files.paths, model))
-        return replace(loaded, labels=read_labels(Path(source))), source
+        unread = SafetensorsWeights(files.paths, model).why_not
+        return replace(loaded, labels=read_labels(Path(source)), unread=unread), source
 
 
 def _without_weights(config: Any, source: str) -> Any:

@@ -101,6 +101,8 @@ class LoadedModel:
     """Where the weights were read from."""
     untied: tuple[str, ...] = ()
     """Parameters that are tied to others in the files, and have separate weights here."""
+    unread: str | None = None
+    """Why torch cannot read some of the weights, which stay in their files, as a clause; None: it can."""
 
     @property
     def device(self) -> torch.device:

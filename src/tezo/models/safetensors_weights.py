@@ -1,8 +1,8 @@
 """The weights in the safetensors of a folder, one at a time: stored as numbers, or in few bits with scales beside them.
 
-Of quantised weights those are read that have one scale for the matrix or for each row: FP8 and INT8 as
-compressed-tensors and vLLM store them, W = scale * stored. Others are refused: without their scale, or in the order of a
-kernel, their numbers would be taken for weights.
+Quantised weights with one scale for a matrix or for each row are read: FP8 and INT8 as compressed-tensors and vLLM
+store them, W = scale * stored. Others are refused: without their scale, or in the order of a kernel, their numbers
+would be taken for weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,8 +65,7 @@ class SafetensorsWeights(Mapping[str, Tensor]):
         reason = self._why_not(name)
         if reason is not None:
             raise RequestError(
-                f"model.name: torch would read weights of this folder, and {reason}; choose a method that reads none, "
-                "such as tezo or es, or a folder whose weights are not quantised."
+                f"model.name: torch would read weights of the folder, and {reason}; give one with weights in full."
             )
         stored = self._name(name)
         weight = self._read(stored).float()

@@ -88,6 +88,16 @@ def parameter_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {"total": sum(size for size, _ in sizes), "trained": sum(size for size, trained in sizes if trained)}
 
 
+def check_readable(optimizer: BaseOptimizer, loaded: LoadedModel) -> None:
+    """Raises a `RequestError` where directions are of inputs that torch would have to compute with unread weights."""
+    looks = isinstance(optimizer, ZerothOrderOptimizer) and optimizer.basis.data_dependent
+    if loaded.unread is not None and looks:
+        raise RequestError(
+            f"it looks at inputs of layers, for which torch reads the folder's weights, and {loaded.unread}; choose a "
+            "method that does not look, such as tezo or es, or a folder whose weights are not packed."
+        )
+
+
 def untrained_notice(names: Sequence[str], engine: Engine | None) -> list[str]:
     """On parameters that no step can reach."""
     why = "the loss does not depend on them, or reads them past their modules"
@@ -359,6 +369,7 @@ def prepare(
     def build(settings: Config) -> BaseOptimizer:
         try:
             optimizer = make_optimizer(settings, loaded, untrained)
+            check_readable(optimizer, loaded)
             if loaded.engine is not None:
                 modules = [target.sites[0].name for target in optimizer.targets]
                 unchecked.extend(loaded.engine.reserve(optimizer.largest_rank(settings.train.num_steps), modules))
