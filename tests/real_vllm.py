@@ -27,7 +27,7 @@ def with_adapters(modules: Sequence[str] = ALL) -> list[str]:
 
 @contextmanager
 def real_server(
-    folder: Path, port: int, arguments: Sequence[str], log: Path, seconds: float = 900.0, **environment: str
+    folder: Path, port: int, arguments: Sequence[str], log: Path, seconds: float = 250.0, **environment: str
 ) -> Iterator[subprocess.Popen[Any]]:
     """Yields the process of a server that answers.
 

@@ -94,7 +94,7 @@ def check_readable(optimizer: BaseOptimizer, loaded: LoadedModel) -> None:
     if loaded.unread is not None and looks:
         raise RequestError(
             f"it looks at inputs of layers, for which torch reads the folder's weights, and {loaded.unread}; choose a "
-            "method that does not look, such as tezo or es, or a folder whose weights are not packed."
+            "method that does not look, such as tezo, or give a folder with weights in full."
         )
 
 
