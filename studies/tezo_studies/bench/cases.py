@@ -1,5 +1,7 @@
 """Cases of the benchmark: plain passes, the library's methods and the published algorithms, with one interface."""
 
+import statistics
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,6 +13,7 @@ from tezo.directions.targets import select_targets
 from tezo.methods import METHODS, method
 from tezo.optim.closures import Closure
 from tezo.system.errors import RequestError
+from tezo_studies.bench.labelled_rows import labelled_rows
 from tezo_studies.bench.published import PUBLISHED
 from tezo_studies.bench.settings import GRADIENTS, GRAPHS, PREFIX, WHOLE, name_of
 from tezo_studies.bench.trainable_model import trainable
@@ -24,7 +27,10 @@ class Case(ABC):
         label: F, F2, N, N2, J2, a key of `GRADIENTS`, or a method's name, after one of the prefixes or nothing.
         interval: steps between refreshes of lazy factors; None if there are none.
         trained: number of trained parameter entries.
+        batches: how many times the rows of the batch a run has.
     """
+
+    batches = 1
 
     def __init__(self, label: str, *, interval: int | None = None, trained: int = 0) -> None:
         self.label, self.interval, self.trained = label, interval, trained
@@ -40,6 +46,10 @@ class Case(ABC):
     def state_bytes(self) -> int:
         """Bytes kept between steps in addition to the model: factors, coefficients, moments."""
         return 0
+
+    def facts(self) -> dict[str, Any]:
+        """Further measurements of the runs so far; here there are none."""
+        return {}
 
     def close(self) -> None:  # noqa: B027 - plain passes have nothing to undo
         """Removes what it attached to the model."""
@@ -142,6 +152,48 @@ class GradientCase(Case):
             parameter.requires_grad_(True)
 
 
+ROUND = "gauss-newton"
+BATCHES, LOOKS = 8, 8
+"""Rows of a round as a multiple of the batch, and rows that its look may see as a multiple of these: with a batch of 16
+128 and 1,024, the method's defaults."""
+
+
+class RoundCase(Case):
+    """A round of `gauss-newton` on labelled rows, with the look before it."""
+
+    batches = BATCHES
+
+    def __init__(self, work: Work) -> None:
+        model, self._rows = work.twin(), work.settings.batch * BATCHES
+        rows = labelled_rows(work, model, self._rows * LOOKS)
+        self._optimizer = METHODS[ROUND].build(model, targets=(work.settings.targets,))
+        self._optimizer.set_rows(lambda _, most: rows(most))
+        self._closure, self._rounds = rows(self._rows), list[dict[str, float]]()
+        super().__init__(ROUND, trained=sum(target.shape.numel() for target in self._optimizer.targets))
+
+    def run(self) -> None:
+        optimizer, begun = self._optimizer, time.perf_counter()
+        passes, (looks, looked) = optimizer.num_forward_passes, optimizer.cost_of_basis
+        optimizer.step(self._closure)
+        all_looks, all_looked = optimizer.cost_of_basis
+        self._rounds.append({
+            "passes": optimizer.num_forward_passes - passes, "look_passes": all_looks - looks,
+            "look_seconds": all_looked - looked, "round_seconds": time.perf_counter() - begun,
+        })  # fmt: skip
+
+    def state_bytes(self) -> int:
+        return stored_bytes(self._optimizer.resumable_state())
+
+    def facts(self) -> dict[str, Any]:
+        """The rows, and medians over the rounds: seconds, passes over the rows, and the look's passes and seconds."""
+        return {"rows": self._rows} | {
+            key: round(statistics.median(own[key] for own in self._rounds), 4) for key in self._rounds[0]
+        }
+
+    def close(self) -> None:
+        self._optimizer.close()
+
+
 def _closure_of(label: str, work: Work) -> Callable[[Any], Closure]:
     if label.startswith(GRAPHS):
         return work.graphed_loss
@@ -158,6 +210,8 @@ def make_case(label: str, work: Work) -> Case:
         return PlainPasses(label, make(work.twin()), count)
     if label in GRADIENTS:
         return GradientCase(label, work)
+    if label == ROUND:
+        return RoundCase(work)
     return PublishedCase(label, work) if label.startswith(PREFIX) else LibraryCase(label, work)
 
 

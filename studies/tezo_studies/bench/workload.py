@@ -72,6 +72,12 @@ class Work:
         shared = chain(self.model.parameters(), self.model.buffers(), filter(None, scales))
         return copy.deepcopy(self.model, {id(part): part for part in shared})
 
+    def with_settings(self, settings: Settings) -> "Work":
+        """The same model and batch, for methods with other settings."""
+        other = copy.copy(self)
+        other.settings = settings
+        return other
+
     def stock_loss(self, model: Any) -> Callable[[], Tensor]:
         """The loss by a plain forward pass that computes the logits of all positions."""
         rows_S1 = torch.arange(len(self._last_S1), device=self.device).unsqueeze(1)
