@@ -280,3 +280,14 @@ def test_the_launches_of_both_signs_in_one_pass_are_those_of_one_pass():
     work = Work(Settings(model="narrow-llama-7b", batch=2, length="4", rank=4))
     counts = {label: count_launches(make_case(label, work).run, work.device)["operations"] for label in ("N", "J2")}
     assert 1 <= counts["J2"] / counts["N"] < 1.1
+
+
+@pytest.mark.parametrize(("label", "rows"), [("tezo", [4, 4]), ("one-pass:tezo", [8])])
+def test_both_signs_share_a_pass_where_a_case_says_so(label, rows):
+    work = Work(Settings(model="tiny", batch=4, length="200", rank=4))
+    case, seen = make_case(label, work), []
+    case.run()
+    case._model.register_forward_hook(lambda *called: seen.append(len(called[-1].logits)))
+    case.run()
+    case.close()
+    assert seen == rows

@@ -1,9 +1,11 @@
 """Cases of the benchmark: plain passes, the library's methods and the published algorithms, with one interface."""
 
+import os
 import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,8 +16,8 @@ from tezo.methods import METHODS, method
 from tezo.optim.closures import Closure
 from tezo.system.errors import RequestError
 from tezo_studies.bench.labelled_rows import labelled_rows
-from tezo_studies.bench.published import PUBLISHED
-from tezo_studies.bench.settings import GRADIENTS, GRAPHS, PREFIX, WHOLE, name_of
+from tezo_studies.bench.published import PUBLISHED, Published
+from tezo_studies.bench.settings import CAPTURED, GRADIENTS, GRAPHS, KERNEL, ONE_PASS, PREFIX, WHOLE, name_of
 from tezo_studies.bench.trainable_model import trainable
 from tezo_studies.bench.workload import Work
 
@@ -101,17 +103,18 @@ class LibraryCase(Case):
 
 
 class PublishedCase(Case):
-    """A published algorithm as its authors wrote it, with full logits."""
+    """A published algorithm as its authors wrote it, with full logits; `KERNEL` is MeZO with noise from a kernel."""
 
     def __init__(self, label: str, work: Work) -> None:
         name, settings = name_of(label), work.settings
+        algorithm = _kernel_mezo(work) if label == KERNEL else PUBLISHED[name]
         self._model = work.twin()
         targets = select_targets(self._model, (settings.targets,))
         default = method(name).default_in_python
         shared = {key: default(key) for key in ("lr", "rho")}
-        shared |= {"interval": default("lazy_update_interval")} if PUBLISHED[name].lazy else {}
+        shared |= {"interval": default("lazy_update_interval")} if algorithm.lazy else {}
         named = [(target.name, target.parameter) for target in targets]
-        self._algorithm = PUBLISHED[name](named, rank=settings.rank, **shared)
+        self._algorithm = algorithm(named, rank=settings.rank, **shared)
         interval = self._algorithm.interval if self._algorithm.lazy else None
         super().__init__(label, interval=interval, trained=sum(t.parameter.numel() for t in targets))
         self._loss = work.stock_loss(self._model)
@@ -194,9 +197,21 @@ class RoundCase(Case):
         self._optimizer.close()
 
 
+def _kernel_mezo(work: Work) -> type[Published]:
+    if find_spec("triton") is None or (work.device.type != "cuda" and "TRITON_INTERPRET" not in os.environ):
+        raise RequestError(f"{KERNEL} needs a GPU and the package triton.")
+    from tezo_studies.bench.kernel_mezo import KernelMeZO
+
+    return KernelMeZO
+
+
 def _closure_of(label: str, work: Work) -> Callable[[Any], Closure]:
     if label.startswith(GRAPHS):
         return work.graphed_loss
+    if label.startswith(CAPTURED):
+        return work.captured_closure
+    if label.startswith(ONE_PASS):
+        return work.one_pass_closure
     return work.stock_loss if label.startswith(WHOLE) else work.closure
 
 
@@ -212,7 +227,7 @@ def make_case(label: str, work: Work) -> Case:
         return GradientCase(label, work)
     if label == ROUND:
         return RoundCase(work)
-    return PublishedCase(label, work) if label.startswith(PREFIX) else LibraryCase(label, work)
+    return PublishedCase(label, work) if label.startswith((PREFIX, KERNEL)) else LibraryCase(label, work)
 
 
 def to_refresh(counted: Any, interval: int | None) -> None:

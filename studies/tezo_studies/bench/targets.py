@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tezo_studies.bench.settings import EACH, PREFIX
+from tezo_studies.bench.settings import CAPTURED, EACH, KERNEL, ONE_PASS, PREFIX
 
 PASSES = "J2"
 """One pass over the batch twice: what both losses of a two-point step take at least."""
@@ -31,12 +31,12 @@ class Target:
 
 
 TARGETS = (
-    Target("tezo", PASSES, 1.25, {"llama-7b": 1.10}),
+    *(Target(form + "tezo", PASSES, 1.25, {"llama-7b": 1.10}) for form in ("", ONE_PASS, CAPTURED)),
     Target("tezo-adam", PASSES, 1.3),
     Target("head-feedback", "tezo", 1.15),
     Target(EACH + "tezo", "tezo", 1.25),
     Target(EACH + "head-feedback", "head-feedback", 1.25),
-    *(Target(label, PREFIX + "mezo", 1.0) for label in ("mezo", "mezo-m", "mezo-adam", "zo-adamu")),
+    *(Target(label, PREFIX + "mezo", 1.0) for label in ("mezo", KERNEL, "mezo-m", "mezo-adam", "zo-adamu")),
 )
 
 
