@@ -1,13 +1,14 @@
-"""One GPU of the H100 class: time and memory of a step of OPT-125M to 13B and LLaMA-7B and 13B, in bf16 and nf4.
+"""One GPU of the H100 class: time, memory and launches of a step of OPT-125M to 30B and LLaMA-7B to 30B.
 
     python benchmarks/gpu.py [--seconds 550] [--json benchmarks/results/gpu.json]
     python benchmarks/gpu.py --device cpu --shapes tiny      rehearses every kind of case where there is no GPU
 
-Random weights, batch 16, lengths like RTE's. Cases: plain passes (F, F2, J2), methods with shared and per-example
-directions, published MeZO, LoRA with and without gradient checkpointing (over nf4: QLoRA), and CUDA graphs by
-torch.compile. Each case is in the file as soon as it is done, with numbers or with the reason why it has none, the most
-telling first; the same command goes on with what is missing. A process measures the cases of one base; where it dies,
-another goes on after the case in which it did. No case begins after --seconds.
+Random weights, batch 16, lengths like RTE's. Cases: the methods that have targets, each in rounds with the case that
+its target is about (`tezo_studies.bench.targets`), a round of gauss-newton, the cells of the paper's tables of memory
+and time, plain passes (F, F2), LoRA with and without gradient checkpointing (over nf4: QLoRA), and CUDA graphs. Each
+case is in the file as soon as it is done, with numbers or with the reason why it has none, the most telling first; the
+same command goes on with what is missing. A process measures the cases of one base; where it dies, another goes on
+after the case in which it did. No case begins after --seconds.
 """
 
 import argparse
@@ -17,19 +18,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tezo_studies.bench.case_results import CaseResults
-from tezo_studies.bench.cases import Case, make_case
+from tezo_studies.bench.cases import ROUND, Case, make_case
 from tezo_studies.bench.packed_model import packed
 from tezo_studies.bench.result_files import commit, cpu
 from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.shapes import SHAPES
 from tezo_studies.bench.single_case import measure_case
+from tezo_studies.bench.targets import PASSES, TARGETS, compared_with
 from tezo_studies.bench.workload import Work
+from tezo_studies.cost_tables import COST_TABLES
 
 from tezo.models.loading import choose_device
 from tezo.models.quantization import quantizer
@@ -38,22 +41,27 @@ from tezo.system.errors import TezoError, nearest
 from tezo.system.files import one_line
 from tezo.system.progress import quiet_libraries
 
-PLAIN = ("F", "F2", "J2")
-READING = (
-    "tezo", "head-feedback", "tezo-cadam", "per-example:tezo", "per-example:head-feedback", "per-example:tezo-cadam",
-)  # fmt: skip
-BY_GRADIENT = ("lora-checkpointed", "lora")
-WRITING = ("tezo-adam", "mezo", "published:mezo")
+LINES = {line.key: line for line in COST_TABLES["memory"].lines}
+"""Rows of the paper's tables of memory and time."""
 LABELS = {
-    "none": (*PLAIN, *READING[:2], *BY_GRADIENT, *READING[2:], *WRITING),
-    "nf4": (*PLAIN, *READING[:2], *BY_GRADIENT, *READING[2:]),
+    "targets": (PASSES, *dict.fromkeys(label for target in TARGETS for label in (target.label, target.beside)
+                                       if label != PASSES)),
+    "round": (ROUND,),
+    "paper": tuple(LINES),
+    "none": ("F", "F2", "lora", "lora-checkpointed", "tezo-cadam", "per-example:tezo-cadam"),
+    "nf4": ("F", "F2", PASSES, "tezo", "head-feedback", "lora", "lora-checkpointed", "tezo-cadam", "per-example:tezo",
+            "per-example:head-feedback", "per-example:tezo-cadam"),
     "graphs": ("plain-closure:tezo", "cuda-graphs:F2", "cuda-graphs:tezo"),
-}
-"""Part -> its cases. "none" and "nf4" are quantizations of the base; "graphs" is over one that is not quantised."""
+}  # fmt: skip
+"""Part -> its cases: labels, and in "paper" rows of the paper's tables. Only "nf4" is over a base that is quantised."""
+SETTINGS: dict[str, dict[str, str]] = {"paper": {"dtype": "float16", "targets": "all"}}
+"""Part -> settings that are not those of the others, bfloat16 and all linear layers: the paper's."""
 PLAN = (
-    ("opt-1.3b", "none"), ("llama-7b", "none"), ("llama-7b", "nf4"), ("opt-13b", "none"), ("opt-125m", "none"),
-    ("llama-13b", "nf4"), ("opt-125m", "graphs"), ("opt-1.3b", "graphs"), ("llama-13b", "none"), ("opt-1.3b", "nf4"),
-    ("opt-6.7b", "none"), ("opt-13b", "nf4"), ("opt-2.7b", "none"), ("opt-350m", "none"),
+    ("llama-7b", "targets"), ("opt-1.3b", "targets"), ("llama-7b", "round"), ("llama-7b", "paper"),
+    ("opt-1.3b", "paper"), ("opt-13b", "paper"), ("opt-6.7b", "paper"), ("llama-13b", "paper"), ("opt-30b", "paper"),
+    ("llama-30b", "paper"), ("opt-2.7b", "paper"), ("opt-125m", "paper"), ("opt-1.3b", "graphs"), ("llama-7b", "none"),
+    ("opt-1.3b", "none"), ("llama-7b", "nf4"), ("opt-13b", "targets"), ("opt-125m", "targets"), ("llama-13b", "nf4"),
+    ("opt-125m", "graphs"),
 )  # fmt: skip
 ROUNDS, REHEARSED_ROUNDS, CASE_SECONDS = 15, 3, 4.0
 """Rounds of a case on a GPU and in a rehearsal; none but the first three begins after so many seconds."""
@@ -78,7 +86,12 @@ class Part:
 
     def cases(self) -> dict[str, str]:
         """Name in the file -> label."""
-        return {f"{self.shape}/bfloat16/{self.kind}/{label}": label for label in LABELS[self.kind]}
+        dtype = self.settings()["dtype"]
+        return {f"{self.shape}/{dtype}/{self.kind}/{label}": label for label in LABELS[self.kind]}
+
+    def settings(self) -> dict[str, str]:
+        """Data type of the weights, and the tuned parameters."""
+        return {"dtype": "bfloat16", "targets": "all-linear"} | SETTINGS.get(self.kind, {})
 
     def base(self) -> tuple[Work, Case]:
         """The model with its batch, and two plain passes of it."""
@@ -87,13 +100,21 @@ class Part:
         given = self.given
         rounds = ROUNDS if given.device.startswith("cuda") else REHEARSED_ROUNDS
         settings = Settings(
-            model=self.shape, dtype="bfloat16", device=given.device, batch=given.batch, length=given.length,
-            rank=given.rank, rounds=rounds, seconds=CASE_SECONDS,
+            model=self.shape, device=given.device, batch=given.batch, length=given.length, rank=given.rank,
+            rounds=rounds, seconds=CASE_SECONDS, **self.settings(),
         )  # fmt: skip
         work = Work(settings)
         if self.kind == "nf4":
             work.model = packed(work.model)
         return work, make_case("F2", work)
+
+    def measured(self, label: str, work: Work, two_passes: Case) -> dict[str, Any]:
+        """Measures a case on the base."""
+        if self.kind != "paper":
+            return measure_case(label, work, two_passes, compared_with(label) if self.kind == "targets" else ())
+        line = LINES[label]
+        own = work if line.rank is None else work.with_settings(replace(work.settings, rank=line.rank))
+        return measure_case(line.method or "N", own, two_passes)
 
 
 def head(given: argparse.Namespace) -> dict[str, Any]:
@@ -209,7 +230,7 @@ def measure(part: Part) -> None:
         unusable = False
         try:
             base = base or part.base()
-            result = measure_case(label, *base) | version
+            result = part.measured(label, *base) | version
         except (TezoError, torch.OutOfMemoryError) as error:
             result = {"reason": one_line(error)}
         except Exception as error:

@@ -220,3 +220,18 @@ def test_signs_are_fair_and_uncorrelated():
     assert signs.sum(1).abs().max() < 5 * 4096**0.5 and signs.sum(0).abs().max() < 5.5 * 64**0.5
     gram = signs @ signs.T
     assert (gram - gram.diag().diag()).abs().max() < 5.5 * 4096**0.5
+
+
+def test_bits_are_unpacked_on_a_device_as_on_a_cpu():
+    packed = np.random.default_rng(0).integers(0, 256, (5, 7), dtype=np.uint8)
+    for length in (49, 51, 56):
+        expected = torch.from_numpy(np.unpackbits(packed, axis=1, count=length))
+        assert torch.equal(random.unpacked(torch.from_numpy(packed), length), expected)
+
+
+def test_a_generator_that_is_used_again_begins_its_stream_anew():
+    for seed in (5, 2**63 + 5, 5):
+        fresh = torch.Generator("cpu")
+        fresh.manual_seed(seed)
+        drawn = torch.empty(3).normal_(generator=random._reseeded(torch.device("cpu"), seed))
+        assert torch.equal(drawn, torch.empty(3).normal_(generator=fresh))

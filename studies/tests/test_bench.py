@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from tezo_studies.bench.cases import Case, make_case, past_refresh, to_refresh
+from tezo_studies.bench.launches import count_launches
 from tezo_studies.bench.peak_memory import rows
 from tezo_studies.bench.settings import LENGTHS, Settings, entries
 from tezo_studies.bench.shapes import SHAPES, from_shape, skeleton
@@ -262,3 +263,31 @@ def test_peaks_over_inference_are_differences_of_medians():
     row = rows(found, 1000)[-1]
     assert row["over_F"] == {"bytes": 30, "ratio": 1.2727, "percent": 3.0, "percent_less_held": 1.0}
     assert row["over_N"]["bytes"] == 50 and row["peak"]["median"] == 140
+
+
+def test_operations_are_counted_and_views_and_memory_are_not():
+    x = torch.ones(4, 8)
+
+    def run():
+        y = torch.nn.functional.linear(x, x)  # one product; its transpose is a view
+        y = y.view(-1)[:4] + 1
+        torch.empty(3).mul_(y[0].expand(3))
+
+    assert count_launches(run, torch.device("cpu")) == {"operations": 3}
+
+
+def test_the_launches_of_both_signs_in_one_pass_are_those_of_one_pass():
+    work = Work(Settings(model="narrow-llama-7b", batch=2, length="4", rank=4))
+    counts = {label: count_launches(make_case(label, work).run, work.device)["operations"] for label in ("N", "J2")}
+    assert 1 <= counts["J2"] / counts["N"] < 1.1
+
+
+@pytest.mark.parametrize(("label", "rows"), [("tezo", [4, 4]), ("one-pass:tezo", [8])])
+def test_both_signs_share_a_pass_where_a_case_says_so(label, rows):
+    work = Work(Settings(model="tiny", batch=4, length="200", rank=4))
+    case, seen = make_case(label, work), []
+    case.run()
+    case._model.register_forward_hook(lambda *called: seen.append(len(called[-1].logits)))
+    case.run()
+    case.close()
+    assert seen == rows

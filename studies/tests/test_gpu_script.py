@@ -72,11 +72,15 @@ def here(scripts):
 
 
 def names(scripts, *kinds):
-    return [f"tiny/bfloat16/{kind}/{label}" for kind in kinds for label in scripts.gpu.LABELS[kind]]
+    dtype = {kind: "float16" if kind == "paper" else "bfloat16" for kind in kinds}
+    return [f"tiny/{dtype[kind]}/{kind}/{label}" for kind in kinds for label in scripts.gpu.LABELS[kind]]
 
 
 FEW = {
-    "none": ("J2", "tezo", "per-example:head-feedback", "published:mezo", "lora-checkpointed"),
+    "targets": ("J2", "tezo", "per-example:head-feedback", "mezo"),
+    "round": ("gauss-newton",),
+    "paper": ("zero-shot", "lozo"),
+    "none": ("lora-checkpointed",),
     "nf4": ("F", "per-example:tezo", "lora-checkpointed"),
     "graphs": ("plain-closure:tezo", "cuda-graphs:F2", "cuda-graphs:tezo"),
 }
@@ -92,11 +96,15 @@ def test_the_rehearsal_has_every_case_with_numbers_or_a_reason(scripts, rehearse
     found = rehearse(here(scripts) if cases else in_a_fork)
     assert list(found["cases"]) == names(scripts, *scripts.gpu.LABELS)
     for name, result in found["cases"].items():
-        if "cuda-graphs" in name:
+        if "cuda-graphs" in name or "captured" in name:
             assert result == {"reason": "CUDA graphs need a GPU, and the device is cpu."}
+        elif "kernel" in name:
+            assert result == {"reason": "kernel:mezo needs a GPU and the package triton."}
         else:
             assert min(result["seconds"]["median"], result["to_F2"], result["tokens_per_second"]) > 0, name
-            assert result["peak"] > 1 << 20 and result["rounds"] >= 3
+            assert result["peak"] > 1 << 20 and result["rounds"] >= 3 and result["operations"] > 0
+            compared = scripts.gpu.compared_with(name.split("/")[3]) if "/targets/" in name else ()
+            assert list(result["beside"]) == list(compared)
     assert {"hardware", "memory", "driver_cuda", "torch_cuda"} <= found.keys()
     assert found["versions"]["torch"] == torch.__version__
     monkeypatch.setattr(scripts.drawing, "RESULTS", tmp_path)
@@ -106,6 +114,46 @@ def test_the_rehearsal_has_every_case_with_numbers_or_a_reason(scripts, rehearse
         f"| LoRA, checkpointed | {ratios[0]} | - |" in table and f"| QLoRA, checkpointed | - | {ratios[1]} |" in table
     )
     assert "- tiny bf16, cuda-graphs:F2: not measured (CUDA graphs need a GPU" in table
+
+
+def test_parts_with_targets_and_those_of_the_paper_are_rehearsed_quickly(scripts, rehearse, monkeypatch):
+    quick = {"targets": ("tezo-adam", "per-example:tezo", "mezo"), "round": ("gauss-newton",), "paper": ("lozo",)}
+    monkeypatch.setattr(scripts.gpu, "LABELS", quick)
+    monkeypatch.setattr(scripts.gpu, "CASE_SECONDS", 0.01)
+    found = rehearse(here(scripts))["cases"]
+    assert list(found) == names(scripts, *quick)
+    assert not any("reason" in case for case in found.values())
+    ratios = {label: found[f"tiny/bfloat16/targets/{label}"]["beside"] for label in quick["targets"]}
+    assert [list(beside) for beside in ratios.values()] == [["J2"], ["tezo"], ["published:mezo"]]
+    assert all(case["to"] > 0 for beside in ratios.values() for case in beside.values())
+    done = found["tiny/bfloat16/round/gauss-newton"]
+    assert (done["rows"], done["passes"] >= 4, done["look_passes"] >= 1) == (16, True, True)
+    assert 0 < done["look_seconds"] < done["round_seconds"]
+    assert found["tiny/float16/paper/lozo"]["trained"] > found["tiny/bfloat16/targets/mezo"]["trained"], "vectors too"
+
+
+def test_tables_of_targets_and_of_the_paper_have_what_was_measured_beside_its_limit(scripts, tmp_path, monkeypatch):
+    monkeypatch.setattr(scripts.drawing, "RESULTS", tmp_path)
+    head = {"batch": 16, "length": "rte", "rank": 32, "command": "gpu.py", "torch_cuda": "13.0", "driver_cuda": "13.0"}
+    head |= {"memory": 2**37, "hardware": "GPU", "versions": {"torch": "2", "transformers": "5"}}
+    ms = lambda median: {"seconds": {"median": median / 1000}, "peak": 2**30, "reserved": 3 * 2**29}  # noqa: E731
+    before = {"none/J2": ms(100), "none/tezo": ms(150)}
+    now = {"targets/tezo": ms(1) | {"beside": {"J2": {"to": 1.07}}, "kernels": 7}, "targets/J2": ms(1) | {"beside": {}}}
+    now |= {"paper/lozo": ms(195.5), "paper/mezo-adam": {"reason": "CUDA out of memory."}}
+    for name, cases in (("gpu_before", before), ("gpu", now)):
+        of_model = {
+            f"llama-7b/{'float16' if 'paper' in key else 'bfloat16'}/{key}": case for key, case in cases.items()
+        }
+        (tmp_path / f"{name}.json").write_text(json.dumps(head | {"cases": of_model}), encoding="utf-8")
+    drawn = {
+        name: table() for name, table in scripts.gpu_tables.GPU_TABLES.items() if name not in ("gpu", "gpu-launches")
+    }
+    assert "| tezo / J2 | 1.10 | 1.50 | 1.07 | 1.25 | - | - |" in drawn["gpu-targets"]
+    assert "| tezo | 1.00 | 1.00 | - | - |" in drawn["gpu-targets"]
+    assert "| LOZO | 1.50 (13.44) |" in drawn["paper-memory"] and "| MeZO | - (13.91) |" in drawn["paper-memory"]
+    assert "| LOZO | 195.5 (195) |" in drawn["paper-time"]
+    assert "| MeZO-Adam | does not fit (39.5) |" in drawn["paper-memory"]
+    assert "Not measured" in drawn["gpu-rounds"]
 
 
 def test_without_a_file_the_table_says_how_to_measure(scripts, tmp_path, monkeypatch):
@@ -261,7 +309,7 @@ def test_without_a_driver_there_is_no_cuda(scripts, monkeypatch):
 
 
 def test_the_plan_names_shapes_and_its_first_parts_are_the_most_telling(scripts):
-    first = [("opt-1.3b", "none"), ("llama-7b", "none"), ("llama-7b", "nf4"), ("opt-13b", "none")]
+    first = [("llama-7b", "targets"), ("opt-1.3b", "targets"), ("llama-7b", "round"), ("llama-7b", "paper")]
     assert list(scripts.gpu.PLAN[:4]) == first and len(set(scripts.gpu.PLAN)) == len(scripts.gpu.PLAN)
     assert {shape for shape, _ in scripts.gpu.PLAN} <= SHAPES.keys()
     assert {kind for _, kind in scripts.gpu.PLAN} == scripts.gpu.LABELS.keys()

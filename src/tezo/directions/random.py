@@ -75,6 +75,7 @@ class _OfThread(threading.local):
         self.words = np.random.SFC64(0)
         philox = np.random.Philox(key=0)
         self.numbers, self.start = np.random.Generator(philox), philox.state
+        self.on_devices: dict[torch.device, torch.Generator] = {}
 
 
 _own = _OfThread()
@@ -124,8 +125,18 @@ class Signs:
             words = bits.random_raw(-(-most * width // 8))
             new = words.view(np.uint8)[: most * width].reshape(most, width)
             self._bits = np.concatenate([self._bits[:1], new])
-        negative = np.unpackbits(self._bits[list(examples)], axis=1, count=self._length)
-        return torch.from_numpy(negative).to(device, dtype).mul_(-2).add_(1)
+        packed = self._bits[list(examples)]
+        if device.type == "cpu":
+            negative = torch.from_numpy(np.unpackbits(packed, axis=1, count=self._length))
+        else:  # an eighth of the bytes to be moved, and nothing for the CPU to do
+            negative = unpacked(torch.from_numpy(packed).to(device), self._length)
+        return negative.to(dtype).mul_(-2).add_(1)
+
+
+def unpacked(bytes_BW: Tensor, length: int) -> Tensor:
+    """Returns the first `length` bits of each row of uint8, the highest of a byte first, as 0 and 1: (B, length)."""
+    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=bytes_BW.device)
+    return (bytes_BW.unsqueeze(-1) >> places).bitwise_and_(1).flatten(1)[:, :length]
 
 
 def seed_of(seed: int, step: int, name: str) -> int:
@@ -138,6 +149,13 @@ def generator(device: torch.device, *, seed: int, step: int, name: str, role: st
     made = torch.Generator(device)
     made.manual_seed(_digest(seed, step, name, role, 8))
     return made
+
+
+def _reseeded(device: torch.device, seed: int) -> torch.Generator:
+    """Returns the thread's generator on a device at the start of its stream for a seed, until the next call."""
+    if device not in _own.on_devices:
+        _own.on_devices[device] = torch.Generator(device)
+    return _own.on_devices[device].manual_seed(seed)
 
 
 NOISE_VERSION = 2
@@ -167,7 +185,7 @@ def fill_normal_(out: Tensor, *, seed: int, step: int, name: str, role: str) -> 
     if (drawn := _drawn.get()) is not None:
         drawn.append(((seed, step, name, role), out.numel()))
     if out.device.type != "cpu":
-        return out.normal_(generator=generator(out.device, seed=seed, step=step, name=name, role=role))
+        return out.normal_(generator=_reseeded(out.device, _digest(seed, step, name, role, 8)))
     count = -(-out.numel() // (GROUP * _LANES)) * _LANES
     indices = torch.from_numpy(_indices(_digest(seed, step, name, role, 32), count))
     direct = out.is_contiguous() and out.dtype in _LOOKED_UP_AS

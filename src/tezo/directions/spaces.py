@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tezo.directions.random import Key, Signs, fill_normal_
 from tezo.directions.scratch import row_slices, scratch
+from tezo.directions.side_by_side import joined, split_like
 
 TILE, DEVICE_TILE = 3 << 18, 1 << 25
 """Entries of a dense tile, the largest temporary of a dense draw or write: on a CPU, where a 768 x 768 matrix is one
@@ -105,13 +106,38 @@ class OwnNumbers(CoefficientDraw):
 
     def __init__(self, draw: Callable[[tuple[int, ...]], Tensor], zero: Zeros) -> None:
         self._draw, self._shape = draw, zero.shape
-        self._drawn = torch.empty(0, device=zero.device, dtype=zero.dtype)
+        self.dtype, self.device = zero.dtype, zero.device
+        self._drawn: Tensor | None = None
 
     def __call__(self, examples: Sequence[int]) -> Tensor:
         count = 1 + max(examples)
-        if len(self._drawn) < count:
-            self._drawn = self._draw((count, *self._shape)).to(self._drawn)
+        if self._drawn is None or len(self._drawn) < count:
+            self._drawn = self.numbers(count).to(self.device, self.dtype)
         return self._drawn[:count] if tuple(examples) == tuple(range(count)) else self._drawn[list(examples)]
+
+    def lacks(self, count: int) -> bool:
+        """Whether the coefficients of the first `count` examples have still to be drawn."""
+        return self._drawn is None or len(self._drawn) < count
+
+    def numbers(self, count: int) -> Tensor:
+        """Returns the coefficients of the first `count` examples as they are drawn: (count, *shape), on the CPU."""
+        return self._draw((count, *self._shape))
+
+    def keep(self, drawn: Tensor) -> None:
+        """Takes the result of `numbers`, in the dtype and on the device of the coefficients."""
+        self._drawn = drawn
+
+
+def draw_together(draws: Sequence[OwnNumbers], count: int) -> None:
+    """Draws the coefficients of the first `count` examples of all, and moves them to their device at once."""
+    places: dict[tuple[torch.dtype, torch.device], list[OwnNumbers]] = {}
+    for draw in draws:
+        if draw.lacks(count):
+            places.setdefault((draw.dtype, draw.device), []).append(draw)
+    for (dtype, device), lacking in places.items():
+        numbers = [draw.numbers(count) for draw in lacking]
+        for draw, own in zip(lacking, split_like(joined(numbers).to(device, dtype), numbers), strict=True):
+            draw.keep(own)
 
 
 class SignedNumbers(CoefficientDraw):
@@ -340,7 +366,7 @@ class BothFixed(FixedFactors):
 
     @abstractmethod
     def through(self, h_GTR: Tensor, *, transposed: bool) -> Tensor:
-        """Returns H C^T, or with `transposed` H C."""
+        """Returns H C^T, or with `transposed` H C; it may overwrite H."""
 
     def add_linear_(self, out_GTM: Tensor, x_GTN: Tensor) -> None:
         _add_product_(out_GTM, self.through(_product(x_GTN, self.v_NR), transposed=False), self.u_MR.T)
@@ -363,7 +389,7 @@ class CP(BothFixed):
 
     def through(self, h_GTR: Tensor, *, transposed: bool) -> Tensor:
         del transposed
-        return (h_GTR * self.coefficient.unsqueeze(-2)).to(h_GTR.dtype)
+        return h_GTR.mul_(self.coefficient.unsqueeze(-2))  # multiplied in the wider dtype, rounded to that of H
 
     def carry_over(self, coefficient: Tensor) -> Tensor:
         if self.before is None:

@@ -142,11 +142,31 @@ class InForward(PerturbedParameter):
 
     def set_perturbations(self, shifts: Sequence[Shift]) -> None:
         self.shifts, self._count = tuple(shifts), sum(len(shift.examples) for shift in shifts) or 1
-        self._prepared, self._kept, change = (), {}, self.change
-        if not shifts or change is None or change.casts_coefficient:
-            return
-        if self._count * change.coefficient.numel() <= FEW:
-            self._prepared = tuple(block_points(change, self._changed, shifts, self.target.state_dtype))
+        self._prepared, self._kept = (), {}
+        if self.change is not None and shifts and self.has_few(self._count):
+            self._prepared = tuple(block_points(self.change, self._changed, shifts, self.target.state_dtype))
+
+    def has_few(self, count: int) -> bool:
+        """Whether so many points, one for each block and example, are few enough to be computed before a pass."""
+        change = self.change
+        return change is not None and not change.casts_coefficient and count * change.coefficient.numel() <= FEW
+
+    def set_points(self, shifts: Sequence[Shift], points_GX: Tensor) -> None:
+        """As `set_perturbations`, with the coefficients of all blocks and examples, (G, *shape), computed already."""
+        assert self.change is not None
+        self.shifts, self._count = tuple(shifts), len(points_GX)
+        self._prepared, self._kept = ((None, self.change.with_coefficient(points_GX)),), {}
+
+    @property
+    def coefficient(self) -> Tensor:
+        """The coefficient of D, zero before the first change."""
+        assert self.change is not None
+        return self.change.coefficient
+
+    def set_coefficient(self, coefficient: Tensor) -> None:
+        """Takes another tensor for the changed coefficient of D."""
+        assert self.change is not None
+        self.change, self._changed = self.change.with_coefficient(coefficient), True
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         del direction

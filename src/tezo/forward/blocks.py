@@ -78,9 +78,10 @@ class Blocks(Uncopied):
             handle.remove()
 
 
-STACK = 1 << 19
+STACK, DEVICE_STACK = 1 << 19, 1 << 24
 """Largest number of coefficient entries of points that are computed together, if examples or members have separate
-directions. More are computed in parts, which stay in the processor's cache."""
+directions: on a CPU, where more are computed in parts that stay in the processor's cache, and on other devices, where
+each operation has a fixed price."""
 
 Points = tuple[slice | None, FixedFactors]
 """(blocks or None for all, the points of these blocks or one point for all of them)."""
@@ -106,7 +107,7 @@ def block_points(change: FixedFactors, moved: bool, shifts: Sequence[Shift], dty
 
 def _shared(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift], *, apart: bool) -> Iterator[Points]:
     groups, start = [list(group) for _, group in groupby(shifts, key=_draw_key)], 0
-    if len(groups) > 1 and len(shifts) * change.coefficient.numel() <= STACK:  # one product for all
+    if len(groups) > 1 and len(shifts) * change.coefficient.numel() <= _most_together(change):  # one product for all
         yield None, _stacked(change, origin, shifts, apart=apart)
         return
     for group in groups:
@@ -118,7 +119,7 @@ def _shared(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift]
             assert isinstance(change, LowRank)
             yield blocks, replace(change.with_coefficient(z).scaled(scales), beside=origin)
         else:
-            column = _column(tuple(scales), z.ndim, z.dtype, z.device)
+            column = column_of(tuple(scales), z.ndim, z.dtype, z.device)
             yield blocks, change.with_coefficient(torch.addcmul(origin, z, column))
 
 
@@ -135,12 +136,12 @@ def _stacked(change: FixedFactors, origin: Tensor | None, shifts: Sequence[Shift
         assert isinstance(change, LowRank)
         beside = None if origin is None else origin.expand_as(z)
         return replace(change.with_coefficient(z).scaled(scales), beside=beside)
-    column = _column(scales, z.ndim - 1, z.dtype, z.device)
+    column = column_of(scales, z.ndim - 1, z.dtype, z.device)
     return change.with_coefficient(z.mul_(column) if origin is None else torch.addcmul(origin, z, column))
 
 
 @functools.lru_cache(maxsize=32)  # a copy to a device for each layer and step would take longer than the product
-def _column(scales: tuple[float, ...], ndim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def column_of(scales: tuple[float, ...], ndim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the scales as (G, 1, ...), to be multiplied by points of `ndim` dimensions."""
     with torch.inference_mode(mode=False):
         return torch.tensor(scales, dtype=dtype, device=device).view(-1, *[1] * ndim)
@@ -150,16 +151,22 @@ def _of_examples(change: FixedFactors, origin: Tensor | None, shifts: Sequence[S
     directions = {id(shift.direction): shift for shift in shifts}
     points = {key: draw_of(shift.direction).points(shift.examples) for key, shift in directions.items()}
     size, start = change.coefficient.numel(), 0
-    if size * sum(len(shift.examples) for shift in shifts) <= STACK:  # one product for all
+    most = _most_together(change)
+    if size * sum(len(shift.examples) for shift in shifts) <= most:  # one product for all
         moved = [points[id(shift.direction)](shift.scale, slice(None), origin) for shift in shifts]
         yield None, change.with_coefficient(torch.cat(moved))
         return
-    part = max(1, STACK // size)
+    part = max(1, most // size)
     for shift in shifts:
         for first in range(0, len(shift.examples), part):
             some = points[id(shift.direction)](shift.scale, slice(first, first + part), origin)
             yield slice(start, start + len(some)), change.with_coefficient(some)
             start += len(some)
+
+
+def _most_together(change: FixedFactors) -> int:
+    """Returns the most coefficient entries of points that are computed together."""
+    return STACK if change.v_NR.device.type == "cpu" else DEVICE_STACK
 
 
 def draw_of(direction: Direction) -> CoefficientDraw:

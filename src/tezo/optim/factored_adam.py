@@ -11,7 +11,7 @@ from tezo.directions.spaces import CP, Dense, Direction
 from tezo.forward import rounding
 from tezo.forward.perturbed_parameter import PerturbedParameter
 from tezo.optim.estimators.estimate import ParameterEstimate
-from tezo.optim.updates import Adam, Moments, reciprocal_root_
+from tezo.optim.updates import Adam, Changeable, Moments, reciprocal_root_
 
 TILE = 3 << 18
 """Entries of a tile on a CPU: two float32 tiles, a bfloat16 one and the rounding noise, 11 MB."""
@@ -101,11 +101,12 @@ class FactoredAdam(Adam):
     takes: tuple[type[Direction], ...] = (Dense, CP)
     writes_weight = True
 
-    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
+    def step(self, parameter: Changeable, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         point = estimate.direction
         if not isinstance(point, CP):
             super().step(parameter, estimate, state, lr)
             return
+        assert isinstance(parameter, PerturbedParameter)  # it writes weights, so that it has one at a time
         tau_m_R, tau_v_R = state["exp_avg"], state["exp_avg_sq"]
         for _, grad in estimate.tiles():
             self.average_(tau_m_R, tau_v_R, grad)

@@ -25,6 +25,7 @@ from tezo.optim.estimators.estimate import MOST_DIRECTIONS, Estimate, Probe, Ste
 from tezo.optim.estimators.per_example import PerExample
 from tezo.optim.estimators.two_point import TwoPoint
 from tezo.optim.hooked_optimizer import CLOSED, HookedOptimizer
+from tezo.optim.stepping import Stepped, step_all
 from tezo.optim.tuned_parameters import TunedParameters
 from tezo.optim.updates import StepRule, Update
 from tezo.system.errors import PerturbationWarning, RequestError
@@ -294,7 +295,7 @@ class ZerothOrderOptimizer(HookedOptimizer):
                 self.counts[name], self.moments[name] = 0, {}
             for parameter_name, state in self.moments[name].items():
                 other.update.carry_over(draw.directions[parameter_name][0], state)
-        weight_decay = float(self.param_groups[0]["weight_decay"])
+        weight_decay, stepped = float(self.param_groups[0]["weight_decay"]), list[Stepped]()
         for name, gradient in estimate.gradients.items():
             parameter = self.parameters[name]
             if name not in moments:
@@ -302,7 +303,8 @@ class ZerothOrderOptimizer(HookedOptimizer):
             if weight_decay and parameter.target.is_matrix:
                 decay = parameter.decay_weight_ if rule.update.writes_weight else parameter.decay_
                 decay(1 - record.lr * weight_decay)
-            rule.update.step(parameter, gradient, moments[name], record.lr)
+            stepped.append((parameter, gradient, moments[name]))
+        step_all(rule.update, stepped, record.lr)
         self.counts[record.rule] += 1
         self.count(record)
         found = self.basis.metrics() if self.basis.data_dependent else {}

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,13 @@ from tezo.system.errors import RequestError
 
 Moments = dict[str, Tensor]
 """Key -> tensor of the state of an update rule, for one parameter; torch's names, such as exp_avg."""
+
+
+class Changeable(Protocol):
+    """What an update rule changes: a parameter, or the coefficients of several side by side."""
+
+    def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
+        """See `PerturbedParameter.add_`."""
 
 
 class Update(ABC):
@@ -55,6 +63,16 @@ class Update(ABC):
         return 1.0
 
 
+class Elementwise(Update):
+    """A rule whose step treats each entry of a coefficient, and of the moments, by itself.
+
+    Unless it writes weights, the coefficients of several parameters can be stepped as one, see `tezo.optim.stepping`.
+    """
+
+    @abstractmethod
+    def step(self, parameter: Changeable, estimate: ParameterEstimate, state: Moments, lr: float) -> None: ...
+
+
 def check_average(key: str, betas: Sequence[float], eps: float = 1.0) -> None:
     """Raises a `RequestError` unless all betas are in [0, 1) and `eps` is finite and positive: 0 / 0 is no step."""
     for beta in betas:
@@ -72,16 +90,16 @@ def zeros_like_coefficient(estimate: ParameterEstimate, parameter: PerturbedPara
     return torch.zeros(target.stored_shape, dtype=target.state_dtype, device=target.device)
 
 
-class SGD(Update):
+class SGD(Elementwise):
     """W_t+1 = W_t - lr * g, with g the estimate; for every type of direction."""
 
-    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
+    def step(self, parameter: Changeable, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         del state
         for rows, grad in estimate.tiles():
             parameter.add_(estimate.direction, rows, grad, -lr)
 
 
-class Momentum(Update):
+class Momentum(Elementwise):
     """m = beta m + (1 - beta) g, W -= lr * m, on the coefficient of any type of direction.
 
     m is tau_M in TeZO-m (on tau) and M in LOZO-m (on U). At a refresh it is carried over to the new factors.
@@ -94,7 +112,7 @@ class Momentum(Update):
     def init(self, estimate: ParameterEstimate, parameter: PerturbedParameter) -> Moments:
         return {"exp_avg": zeros_like_coefficient(estimate, parameter)}
 
-    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
+    def step(self, parameter: Changeable, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         direction = estimate.direction
         self.carry_over(direction, state)
         for rows, grad in estimate.tiles():
@@ -136,7 +154,7 @@ def reciprocal_root_(v: Tensor, eps: float, eps_in_sqrt: bool) -> Tensor:
     return v.add_(eps).rsqrt_() if eps_in_sqrt else v.sqrt_().add_(eps).reciprocal_()
 
 
-class Adam(Update):
+class Adam(Elementwise):
     """Adam on the coefficient of the estimate g, entry by entry:
 
         m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2,   W -= lr * m / sqrt(v + eps).
@@ -163,7 +181,7 @@ class Adam(Update):
     def init(self, estimate: ParameterEstimate, parameter: PerturbedParameter) -> Moments:
         return {name: zeros_like_coefficient(estimate, parameter) for name in ("exp_avg", "exp_avg_sq")}
 
-    def step(self, parameter: PerturbedParameter, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
+    def step(self, parameter: Changeable, estimate: ParameterEstimate, state: Moments, lr: float) -> None:
         self.carry_over(estimate.direction, state)
         for rows, grad in estimate.tiles():
             exp_avg, exp_avg_sq = state["exp_avg"][rows], state["exp_avg_sq"][rows]

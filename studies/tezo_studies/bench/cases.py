@@ -1,7 +1,11 @@
 """Cases of the benchmark: plain passes, the library's methods and the published algorithms, with one interface."""
 
+import os
+import statistics
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,8 +15,9 @@ from tezo.directions.targets import select_targets
 from tezo.methods import METHODS, method
 from tezo.optim.closures import Closure
 from tezo.system.errors import RequestError
-from tezo_studies.bench.published import PUBLISHED
-from tezo_studies.bench.settings import GRADIENTS, GRAPHS, PREFIX, WHOLE, name_of
+from tezo_studies.bench.labelled_rows import labelled_rows
+from tezo_studies.bench.published import PUBLISHED, Published
+from tezo_studies.bench.settings import CAPTURED, GRADIENTS, GRAPHS, KERNEL, ONE_PASS, PREFIX, WHOLE, name_of
 from tezo_studies.bench.trainable_model import trainable
 from tezo_studies.bench.workload import Work
 
@@ -24,7 +29,10 @@ class Case(ABC):
         label: F, F2, N, N2, J2, a key of `GRADIENTS`, or a method's name, after one of the prefixes or nothing.
         interval: steps between refreshes of lazy factors; None if there are none.
         trained: number of trained parameter entries.
+        batches: how many times the rows of the batch a run has.
     """
+
+    batches = 1
 
     def __init__(self, label: str, *, interval: int | None = None, trained: int = 0) -> None:
         self.label, self.interval, self.trained = label, interval, trained
@@ -40,6 +48,10 @@ class Case(ABC):
     def state_bytes(self) -> int:
         """Bytes kept between steps in addition to the model: factors, coefficients, moments."""
         return 0
+
+    def facts(self) -> dict[str, Any]:
+        """Further measurements of the runs so far; here there are none."""
+        return {}
 
     def close(self) -> None:  # noqa: B027 - plain passes have nothing to undo
         """Removes what it attached to the model."""
@@ -91,17 +103,18 @@ class LibraryCase(Case):
 
 
 class PublishedCase(Case):
-    """A published algorithm as its authors wrote it, with full logits."""
+    """A published algorithm as its authors wrote it, with full logits; `KERNEL` is MeZO with noise from a kernel."""
 
     def __init__(self, label: str, work: Work) -> None:
         name, settings = name_of(label), work.settings
+        algorithm = _kernel_mezo(work) if label == KERNEL else PUBLISHED[name]
         self._model = work.twin()
         targets = select_targets(self._model, (settings.targets,))
         default = method(name).default_in_python
         shared = {key: default(key) for key in ("lr", "rho")}
-        shared |= {"interval": default("lazy_update_interval")} if PUBLISHED[name].lazy else {}
+        shared |= {"interval": default("lazy_update_interval")} if algorithm.lazy else {}
         named = [(target.name, target.parameter) for target in targets]
-        self._algorithm = PUBLISHED[name](named, rank=settings.rank, **shared)
+        self._algorithm = algorithm(named, rank=settings.rank, **shared)
         interval = self._algorithm.interval if self._algorithm.lazy else None
         super().__init__(label, interval=interval, trained=sum(t.parameter.numel() for t in targets))
         self._loss = work.stock_loss(self._model)
@@ -142,9 +155,63 @@ class GradientCase(Case):
             parameter.requires_grad_(True)
 
 
+ROUND = "gauss-newton"
+BATCHES, LOOKS = 8, 8
+"""Rows of a round as a multiple of the batch, and rows that its look may see as a multiple of these: with a batch of 16
+128 and 1,024, the method's defaults."""
+
+
+class RoundCase(Case):
+    """A round of `gauss-newton` on labelled rows, with the look before it."""
+
+    batches = BATCHES
+
+    def __init__(self, work: Work) -> None:
+        model, self._rows = work.twin(), work.settings.batch * BATCHES
+        rows = labelled_rows(work, model, self._rows * LOOKS)
+        self._optimizer = METHODS[ROUND].build(model, targets=(work.settings.targets,))
+        self._optimizer.set_rows(lambda _, most: rows(most))
+        self._closure, self._rounds = rows(self._rows), list[dict[str, float]]()
+        super().__init__(ROUND, trained=sum(target.shape.numel() for target in self._optimizer.targets))
+
+    def run(self) -> None:
+        optimizer, begun = self._optimizer, time.perf_counter()
+        passes, (looks, looked) = optimizer.num_forward_passes, optimizer.cost_of_basis
+        optimizer.step(self._closure)
+        all_looks, all_looked = optimizer.cost_of_basis
+        self._rounds.append({
+            "passes": optimizer.num_forward_passes - passes, "look_passes": all_looks - looks,
+            "look_seconds": all_looked - looked, "round_seconds": time.perf_counter() - begun,
+        })  # fmt: skip
+
+    def state_bytes(self) -> int:
+        return stored_bytes(self._optimizer.resumable_state())
+
+    def facts(self) -> dict[str, Any]:
+        """The rows, and medians over the rounds: seconds, passes over the rows, and the look's passes and seconds."""
+        return {"rows": self._rows} | {
+            key: round(statistics.median(own[key] for own in self._rounds), 4) for key in self._rounds[0]
+        }
+
+    def close(self) -> None:
+        self._optimizer.close()
+
+
+def _kernel_mezo(work: Work) -> type[Published]:
+    if find_spec("triton") is None or (work.device.type != "cuda" and "TRITON_INTERPRET" not in os.environ):
+        raise RequestError(f"{KERNEL} needs a GPU and the package triton.")
+    from tezo_studies.bench.kernel_mezo import KernelMeZO
+
+    return KernelMeZO
+
+
 def _closure_of(label: str, work: Work) -> Callable[[Any], Closure]:
     if label.startswith(GRAPHS):
         return work.graphed_loss
+    if label.startswith(CAPTURED):
+        return work.captured_closure
+    if label.startswith(ONE_PASS):
+        return work.one_pass_closure
     return work.stock_loss if label.startswith(WHOLE) else work.closure
 
 
@@ -158,7 +225,9 @@ def make_case(label: str, work: Work) -> Case:
         return PlainPasses(label, make(work.twin()), count)
     if label in GRADIENTS:
         return GradientCase(label, work)
-    return PublishedCase(label, work) if label.startswith(PREFIX) else LibraryCase(label, work)
+    if label == ROUND:
+        return RoundCase(work)
+    return PublishedCase(label, work) if label.startswith((PREFIX, KERNEL)) else LibraryCase(label, work)
 
 
 def to_refresh(counted: Any, interval: int | None) -> None:

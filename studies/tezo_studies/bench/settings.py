@@ -17,9 +17,14 @@ PREFIX = "published:"
 EACH = "per-example:"
 WHOLE = "plain-closure:"
 GRAPHS = "cuda-graphs:"
+CAPTURED = "captured:"
+ONE_PASS = "one-pass:"
 """Prefixes of a method's name: as its authors wrote it; with directions of their own for the examples; with a closure
 that calls the stock model with its default logits, as a user's own does; with such a closure of the model as
-torch.compile makes it with mode "reduce-overhead", whose passes are CUDA graphs."""
+torch.compile makes it with mode "reduce-overhead", whose passes are CUDA graphs; with the closure of a run, whose
+passes are captured whole; with such a closure of which one pass has both signs, however many its tokens."""
+KERNEL = "kernel:mezo"
+"""Label of published MeZO with its noise drawn in a kernel."""
 PLAIN = ("F2", "N2", "J2")
 GRADIENTS = {"lora": False, "lora-checkpointed": True}
 """Label of training by backpropagation -> whether activations are recomputed. Over a packed base it is QLoRA."""
@@ -109,7 +114,7 @@ class Settings:
 
 def name_of(label: str) -> str:
     """The method's name in the label of a case."""
-    for prefix in (PREFIX, EACH, WHOLE, GRAPHS):
+    for prefix in (PREFIX, EACH, WHOLE, GRAPHS, CAPTURED, ONE_PASS, "kernel:"):
         label = label.removeprefix(prefix)
     return label
 

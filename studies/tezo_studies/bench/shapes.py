@@ -38,6 +38,8 @@ def _llama(hidden: int, layers: int, heads: int, ffn: int, **more: Any) -> Shape
 SHAPES: dict[str, Shape] = {
     "tiny": _opt(64, 2, 2, vocab_size=96, max_position_embeddings=512),
     "tiny-llama": _llama(64, 2, 2, 128, vocab_size=96),
+    "narrow-opt-1.3b": _opt(64, 24, 2, vocab_size=96, max_position_embeddings=512),
+    "narrow-llama-7b": _llama(64, 32, 2, 128, vocab_size=96),
     "opt-125m": _opt(768, 12, 12),
     "opt-350m": _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
     "opt-1.3b": _opt(2048, 24, 32),
@@ -50,6 +52,8 @@ SHAPES: dict[str, Shape] = {
     "llama-30b": _llama(6656, 60, 52, 17920),
     "llama-70b": _llama(8192, 80, 64, 28672, num_key_value_heads=8),
 }
+"""Those with "tiny" and "narrow" in their names are not published: a narrow one has the layers of a model, and matrices
+that are small."""
 
 
 def build_model(name: str, dtype: str, device: torch.device) -> Any:

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.models.loading import choose_device
-from tezo.optim.closures import Closure
+from tezo.optim.closures import Closure, Losses
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.evaluators import logits_at
 from tezo.tasks.objectives.objective import Encoded
+from tezo_studies.bench.captured_pass import CapturedLosses, by_cuda_graph
 from tezo_studies.bench.settings import Settings
 from tezo_studies.bench.shapes import build_model
 
@@ -38,6 +39,22 @@ class LastPosition(CausalObjective):
     def asked(self, sequence: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
         del answer
         return [len(sequence) - 1], [sequence[0]]
+
+
+class InOnePass(Losses):
+    """A closure of which two models share a pass, however many tokens it has."""
+
+    most_copies = 2
+
+    def __init__(self, closure: Losses) -> None:
+        self._closure = closure
+
+    @property
+    def tokens(self) -> int:
+        return self._closure.tokens
+
+    def losses(self, copies: int) -> Tensor:
+        return self._closure.losses(copies)
 
 
 class Work:
@@ -72,6 +89,12 @@ class Work:
         shared = chain(self.model.parameters(), self.model.buffers(), filter(None, scales))
         return copy.deepcopy(self.model, {id(part): part for part in shared})
 
+    def with_settings(self, settings: Settings) -> "Work":
+        """The same model and batch, for methods with other settings."""
+        other = copy.copy(self)
+        other.settings = settings
+        return other
+
     def stock_loss(self, model: Any) -> Callable[[], Tensor]:
         """The loss by a plain forward pass that computes the logits of all positions."""
         rows_S1 = torch.arange(len(self._last_S1), device=self.device).unsqueeze(1)
@@ -88,13 +111,27 @@ class Work:
         torch.compiler.reset()  # what was compiled for a twin without hooks would be taken for this one
         return self.stock_loss(torch.compile(model, mode="reduce-overhead"))
 
+    def captured_closure(self, model: Any) -> Closure:
+        """`closure`, whose passes are captured as CUDA graphs, hooks included.
+
+        Raises:
+            RequestError: the device is not a GPU.
+        """
+        if self.device.type != "cuda":
+            raise RequestError(f"CUDA graphs need a GPU, and the device is {self.device.type}.")
+        return CapturedLosses(self._losses(model), by_cuda_graph)
+
+    def one_pass_closure(self, model: Any) -> Closure:
+        """`closure`, of which both signs of a step share a pass."""
+        return InOnePass(self._losses(model))
+
     def needed_loss(self, model: Any) -> Callable[[], Tensor]:
         """The loss by a plain forward pass that applies the head only at the last positions."""
         return lambda: self._cross_entropy(logits_at(model, self.inputs, self._last_S1))
 
     def joint_loss(self, model: Any) -> Callable[[], Tensor]:
         """The sum of two losses by one pass over the doubled batch, as both signs of a step share one pass."""
-        closure = self._objective.closure(model, self._objective.batches(self._encoded))
+        closure = self._losses(model)
         return lambda: closure.losses(2).sum()
 
     def _cross_entropy(self, logits_SKV: Tensor) -> Tensor:
@@ -103,6 +140,9 @@ class Work:
 
     def closure(self, model: Any) -> Closure:
         """The closure for `optimizer.step`, made as in training."""
+        return self._losses(model)
+
+    def _losses(self, model: Any) -> Losses:
         return self._objective.closure(model, self._objective.batches(self._encoded))
 
     def synchronize(self) -> None:

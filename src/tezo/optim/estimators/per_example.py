@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tezo.directions.products import evaluating
 from tezo.forward.blocks import Blocks, NotInBlocksError
-from tezo.forward.perturbed_parameter import Shift
 from tezo.optim.closures import Closure, RowLosses
 from tezo.optim.estimators.estimate import Estimate, Probe, StepDraw, average, precise
 from tezo.optim.estimators.two_point import Drawn, TwoPoint, fitting_copies, probes_of
@@ -113,8 +112,7 @@ class PerExample(TwoPoint):
                 raise NotInBlocksError
             seen += rows
             places = [place(i) for i in examples]
-            for name, parameter in self._parameters.items():
-                parameter.set_perturbations([Shift(drawn[name][j], scale, places) for scale in scales])
+            self._perturber.perturb(drawn, [(j, scale) for scale in scales], places)
 
         with self._blocks.before_each_pass(begin):
             try:
@@ -123,8 +121,7 @@ class PerExample(TwoPoint):
                     return losses
                 losses = precise(row_losses(closure)).unsqueeze(0)
             finally:
-                for parameter in self._parameters.values():
-                    parameter.set_perturbations([])
+                self._perturber.perturb(drawn, [])
         if losses.shape[1] != seen:
             raise RequestError(
                 f"directions is per-example: the closure returned {losses.shape[1]} losses of {seen} rows; return one "

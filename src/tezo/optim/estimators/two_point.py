@@ -7,9 +7,10 @@ from typing import TypeVar
 from torch import nn
 
 from tezo.directions.products import evaluating
-from tezo.directions.spaces import Direction
 from tezo.forward.blocks import NotInBlocksError
-from tezo.forward.perturbed_parameter import PerturbedParameter, Shift
+from tezo.forward.perturbed_parameter import PerturbedParameter
+from tezo.forward.together import Drawn as Drawn
+from tezo.forward.together import Perturber
 from tezo.optim.closures import Closure, Losses
 from tezo.optim.estimators.estimate import (
     TWO_POINT,
@@ -35,9 +36,6 @@ above it by arithmetic; docs/cost.md has measurements of both (J2 and N2)."""
 TOKENS_OF_A_DENSE_PASS = 8192
 """The same limit if dense noise is drawn once for all models of a pass; it bounds the memory for activations."""
 
-Drawn = Mapping[str, Sequence[Direction]]
-"""Parameter name -> its directions."""
-
 
 class TwoPoint(Estimator):
     """The estimate (1/q) sum_i kappa_i Z_i, with kappa_i = (f(W + rho Z_i) - f(W - rho Z_i)) / (2 rho).
@@ -58,7 +56,7 @@ class TwoPoint(Estimator):
 
     def prepare(self, model: nn.Module, parameters: Mapping[str, PerturbedParameter], seed: int) -> None:
         del seed
-        self._model, self._parameters = model, parameters
+        self._model, self._parameters, self._perturber = model, parameters, Perturber(parameters)
         self._in_blocks = all(parameter.in_blocks for parameter in parameters.values())
         self._dense = any(parameter.draws_for_all_blocks for parameter in parameters.values())
 
@@ -134,8 +132,7 @@ class TwoPoint(Estimator):
 
     def _set_perturbations(self, drawn: Drawn, points: Sequence[tuple[int, float]]) -> None:
         """Perturbs the j-th block of the rows by scale * Z_i, for the j-th of the points (i, scale); none: no rows."""
-        for name, parameter in self._parameters.items():
-            parameter.set_perturbations([Shift(drawn[name][index], scale) for index, scale in points])
+        self._perturber.perturb(drawn, points)
 
     def _checked(self, probes: tuple[Probe, ...]) -> tuple[Probe, ...]:
         check_finite(probes)
