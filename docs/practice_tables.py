@@ -60,7 +60,7 @@ def practice(key: str, scale: float, digits: int) -> str:
             if any(of_line):
                 seeds = max(len(runs) for runs in of_line)
                 rows.append([task, label, str(seeds), *(cell(runs, key, scale, digits) for runs in of_line)])
-    return grid(["rows", "", "seeds", *COUNTS], rows) + _source(run for runs in cells.values() for run in runs)
+    return grid(["rows", "", "seeds, at most", *COUNTS], rows) + _source(run for runs in cells.values() for run in runs)
 
 
 def costs() -> str:
@@ -97,7 +97,7 @@ def setfit_level(task: str) -> str:
 
 def _source(runs: Iterable[dict[str, Any]]) -> str:
     where = "; ".join(dict.fromkeys(machine(run) for run in runs))
-    return f"\nMedian, lowest and highest of the seeds; a dash: no run. `python benchmarks/practice.py`; {where}.\n"
+    return f"\nMedian, lowest and highest of the seeds; a number alone: one seed; a dash: no run. `python benchmarks/practice.py`; {where}.\n"
 
 
 PRACTICE_TABLES: dict[str, Callable[[], str]] = {
