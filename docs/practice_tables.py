@@ -97,7 +97,8 @@ def setfit_level(task: str) -> str:
 
 def _source(runs: Iterable[dict[str, Any]]) -> str:
     where = "; ".join(dict.fromkeys(machine(run) for run in runs))
-    return f"\nMedian, lowest and highest of the seeds; a number alone: one seed; a dash: no run. `python benchmarks/practice.py`; {where}.\n"
+    cells = "Median, lowest and highest of the seeds; a number alone: one seed; a dash: no run."
+    return f"\n{cells} `python benchmarks/practice.py`; {where}.\n"
 
 
 PRACTICE_TABLES: dict[str, Callable[[], str]] = {

@@ -18,7 +18,7 @@ from tezo.newton import labels as regressions
 from tezo.newton import look as looking
 from tezo.newton.labels import Layout, common, contrasts, regress
 from tezo.newton.look import ErrorBasis
-from tezo.newton.recording import AddedVectors, Tokens
+from tezo.newton.recording import AddedVectors, Tokens, _Adding
 from tezo.system.errors import RequestError
 from tezo.training.job import prepare
 from tezo.training.rows_of_steps import looked_and_stepped
@@ -170,6 +170,19 @@ def test_other_tokens_have_vectors_of_their_own_at_layers_that_they_act_through(
     vectors = added.class_vectors([*targets.values()], lambda _: 1.0, 2)
     assert not bool(vectors.vectors[vectors.layers[-1]][1].any())  # behind it no other token is read
     assert vectors.reach(vectors.layers[-1])[1] == 0
+
+
+def test_all_rows_of_an_example_have_its_vector_at_the_place():
+    # two rows of example 0, which begin alike and are read in the first, and one of example 2
+    places = Places(torch.tensor([0, 2]), torch.tensor([3, 1]), torch.tensor([4, 2]), torch.arange(2),
+                    torch.tensor([0, 0, 2]))  # fmt: skip
+    vectors = noise(3, 5, seed=77)
+    for tokens in Tokens:
+        added_RLM = _Adding({"layer": vectors}, tokens).added("layer", places, 6)
+        for row, (example, place) in enumerate([(0, 3), (0, 3), (2, 1)]):
+            is_moved = added_RLM[row].abs().sum(1) > 0
+            assert is_moved.tolist() == [(at == place) == (tokens is Tokens.PLACE) for at in range(6)]
+            assert torch.equal(added_RLM[row][is_moved][0], vectors[example])
 
 
 @torch.no_grad()

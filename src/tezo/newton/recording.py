@@ -219,9 +219,11 @@ class _Adding(Watcher):
         vector_R1M = self._added[layer][places.example_R.cpu()].unsqueeze(1)
         if self._tokens is None:
             return vector_R1M
+        # all rows of an example begin alike, and an engine computes what they share once
+        of_example_PR = places.example_R[places.row_P].unsqueeze(1) == places.example_R
+        place_X, row_X = of_example_PR[places.position_P >= 0].cpu().nonzero(as_tuple=True)
         is_place_RL = torch.zeros(len(vector_R1M), tokens, dtype=torch.bool)
-        known_P = places.position_P >= 0
-        is_place_RL[places.row_P[known_P], places.position_P[known_P]] = True
+        is_place_RL[row_X, places.position_P[places.position_P >= 0].cpu()[place_X]] = True
         return vector_R1M * (is_place_RL == (self._tokens is Tokens.PLACE)).unsqueeze(2)
 
 
