@@ -39,7 +39,7 @@ def home(tmp_path_factory):
     write_gguf(root / "tiny.gguf", tiny_llama(len(tokenizer), max_position_embeddings=2048), tokenizer)
     packed = gguf.GGMLQuantizationType.Q4_1
     write_gguf(root / "packed.gguf", tiny_llama(len(tokenizer)), tokenizer, packed=packed)
-    write_rows(root / "labels.jsonl", label_rows(24))
+    write_rows(root / "labels.jsonl", label_rows(64))
     write_rows(root / "texts.jsonl", completion_rows(24))
     return root
 
