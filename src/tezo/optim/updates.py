@@ -21,7 +21,7 @@ Moments = dict[str, Tensor]
 
 
 class Changeable(Protocol):
-    """What an update rule changes: a parameter, or the coefficients of several side by side."""
+    """The object that an update rule changes: a parameter, or the coefficients of several side by side."""
 
     def add_(self, direction: Direction, rows: slice, delta: Tensor, alpha: float) -> None:
         """See `PerturbedParameter.add_`."""
