@@ -63,8 +63,8 @@ RESOLVED_AT_START: dict[str, Any] = {
 EPOCHS, LEAST_STEPS, MOST_STEPS = 20, 200, 1000
 """Default number of steps: so many epochs, within these bounds."""
 FEW_STEPS = 2
-"""Default number of steps on few labelled rows whose outputs are kept, at most. Chosen by trials that are not committed,
-on training rows that no run had, of examples/issues, SST-2 and TREC, with a decoder of 135M parameters."""
+"""Default number of steps on few labelled rows whose outputs are kept, at most. Chosen by trials that are not
+committed, on training rows that no run had, of examples/issues, SST-2 and TREC, with a decoder of 135M parameters."""
 SEARCH_SHARE = 0.2
 """Forward passes of the search for a learning rate, with those of the measurement of rho, as a part of the steps'."""
 DEFAULT_RHO = 1e-3
