@@ -5,6 +5,7 @@ from pathlib import Path
 from architectures import write_model
 from folders import label_rows, write_rows
 
+from tezo.cli.runs import MUCH_LOST
 from tezo.engines.llama_cpp.file import GgufHeader
 from tezo.system.errors import TezoError
 from tezo.training.exporting import export_whole
@@ -76,9 +77,18 @@ def _tried(architecture, kind, engine, folder, count, method):
         "with_adapter": whole.losses[0],
         "file": whole.losses[1],
         "lost": whole.lost,
+        **_finer(folder, whole),
         "layers": len(changed),
         "notices": [notice for notice in summary["notices"] if "tuned" in notice],
     }
+
+
+def _finer(folder, whole):
+    if whole.lost <= MUCH_LOST:
+        return {}
+    finer = export_whole(folder / "run", folder / "finer", keep_tuned="q8_0")
+    assert finer.losses is not None, finer.notices
+    return {"finer": finer.losses[1]}
 
 
 def data_of(path, stored):
@@ -96,4 +106,5 @@ def holds(found, architecture, kind):
     change = change if found["method"] == STEP["name"] else abs(change)
     is_apart = found["engine"] == "torch" and kind != "F32"  # torch does not round the inputs of packed products
     is_read_back = abs(found["with_adapter"] - found["after"]) <= (1.0 if is_apart else exact)
-    return change > 0 and is_read_back and abs(found["file"] - found["with_adapter"]) <= max(exact, change)
+    packed = found.get("finer", found["file"])
+    return change > 0 and is_read_back and abs(packed - found["with_adapter"]) <= max(exact, change)

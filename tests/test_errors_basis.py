@@ -236,6 +236,16 @@ def test_of_many_classes_the_bias_that_fits_best_is_one_column():
     assert torch.equal(every, contrasts(4))
 
 
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("classes", [2, 6, 12])
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_every_rank_has_columns_and_directions_along_them(rank, classes, kinds):
+    layout = Layout.of(classes, kinds, rank, 400)
+    assert layout.contrasts >= 1 and layout.biases <= rank // 3 and layout.bias.stop <= max(rank, kinds)
+    proposed = layout.proposals(torch.ones(layout.contrasts, dtype=torch.float64)[:rank], rank)
+    assert proposed.shape[1] == rank and bool(proposed.any(0)[: layout.bias.stop].all())
+
+
 def test_a_look_that_sees_what_is_wrong_mends_it_with_few_directions():
     # 40 inputs, of which two tell the labels: random factors of rank 6 hardly meet them
     ends = {}

@@ -113,6 +113,18 @@ def test_a_process_that_dies_leaves_what_was_there(tmp_path, monkeypatch):
     assert len(output.read_bytes()) == len(base.read_bytes())
 
 
+def test_a_matrix_with_rows_that_a_type_does_not_divide_stays_in_its_own(tmp_path):
+    base, output = write_model(tmp_path / "base.gguf", "mamba", "Q4_K_M"), tmp_path / "whole.gguf"
+    change = {
+        name: (torch.full((1, 16), 0.1), torch.full((stored.size // (16 * 2), 1), 0.1))
+        for name, stored in GgufHeader(base).tensors.items()
+        if name.endswith("ssm_dt.weight")
+    }
+    written = write_whole(base, output, change, keep_tuned="q8_0")
+    assert written and {(own.before, own.after) for own in written} == {("f16", "f16")}
+    assert max(own.lost for own in written) < 0.1
+
+
 def test_what_cannot_be_packed_is_one_sentence_and_nothing_is_written(tmp_path):
     base, output = write_model(tmp_path / "base.gguf", "qwen3", "Q4_K_M"), tmp_path / "whole.gguf"
     change = by_tensor(random_change(load_by_file(str(base))))

@@ -55,8 +55,8 @@ class Layout:
     Attributes:
         contrasts: R.
         kinds: of inputs: at the place, and their mean.
-        biases: columns with a constant input, in the last layer alone: all contrasts of classes, or, where these would
-            take more than a third of the columns, the bias that fits best.
+        biases: columns with a constant input, in the last layer alone, at most a third of all: all contrasts of
+            classes, or else the bias that fits best, or none of fewer than three columns.
     """
 
     contrasts: int
@@ -66,7 +66,7 @@ class Layout:
     @classmethod
     def of(cls, classes: int, kinds: int, rank: int, places: int) -> "Layout":
         """Returns the layout of the columns of this rank, of regressions on so many places."""
-        biases = classes - 1 if classes - 1 <= rank // 3 else 1
+        biases = classes - 1 if classes - 1 <= rank // 3 else min(1, rank // 3)
         return cls(max(1, min(classes - 1, (rank - biases) // kinds, places)), kinds, biases)
 
     def biases_of(self, outputs: Outputs) -> Tensor:

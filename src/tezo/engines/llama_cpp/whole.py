@@ -56,7 +56,8 @@ def write_whole(
         base: the file without the change.
         output: the file to write.
         change: name of a tensor -> (A_RI, B_OR); B A is added to it.
-        keep_tuned: type of the changed matrices, such as q8_0 or f16; None: that of each in the base.
+        keep_tuned: type of the changed matrices, such as q8_0 or f16; None, and for a matrix whose rows it does not
+            divide into blocks: that of each in the base.
 
     Raises:
         RequestError: the base lacks a tensor of the change, or a matrix cannot be packed in this type.
@@ -98,6 +99,8 @@ def _kind(header: GgufHeader, name: str, pair: tuple[Tensor, Tensor], keep_tuned
         if keep_tuned.lower() not in known:
             raise RequestError(f"keep_tuned is {keep_tuned!r}, which is no type of ggml; give q8_0, f16 or f32.")
         kind = known[keep_tuned.lower()]
+        if kind in unpacked_types() and a_RI.shape[1] % lib.ggml_blck_size(kind):
+            kind = stored.kind
     after = lib.ggml_type_name(kind).decode()
     if stored.kind not in unpacked_types():
         raise RequestError(f"{name} is of the type {before}, which cannot be unpacked here; give another base.")
