@@ -16,7 +16,7 @@ from tezo.directions.targets import select_targets
 from tezo.methods.gauss_newton import gauss_newton
 from tezo.newton import labels as regressions
 from tezo.newton import look as looking
-from tezo.newton.labels import Layout, common, contrasts, regress
+from tezo.newton.labels import PLACES_OF_A_DIRECTION, Layout, common, contrasts, regress
 from tezo.newton.look import ErrorBasis
 from tezo.newton.recording import AddedVectors, Tokens, _Adding
 from tezo.system.errors import RequestError
@@ -210,7 +210,7 @@ def test_fewer_places_than_layers_are_given_to_the_last_layers(count):
 
 @pytest.mark.parametrize(("classes", "kinds", "rank"), [(2, 2, 16), (6, 2, 16), (8, 2, 16), (8, 1, 6), (2, 2, 3)])
 def test_columns_have_one_meaning_and_directions_are_proposed_along_all_of_them(classes, kinds, rank):
-    layout = Layout.of(classes, kinds, rank, 64)
+    layout = Layout.of(classes, kinds, rank, 400)
     used = [column for kind in range(kinds) for column in range(rank)[layout.columns(kind)]]
     biases = list(range(rank)[layout.bias])
     assert sorted([*used, *biases]) == list(range(len(used) + len(biases))) and len(used) + len(biases) <= rank
@@ -220,6 +220,14 @@ def test_columns_have_one_meaning_and_directions_are_proposed_along_all_of_them(
     assert bool(proposed[:, used + biases].any(0).all()), "a column that no direction moves"
     assert not bool(proposed[: layout.biases][:, used].any()) and not bool(proposed[layout.biases :][:, biases].any())
     assert torch.allclose(contrasts(classes).sum(0), torch.zeros(classes - 1, dtype=torch.float64), atol=1e-12)
+
+
+def test_contrasts_have_directions_of_their_own_only_of_enough_places():
+    few, many = (Layout.of(6, 2, 16, places) for places in (12 * PLACES_OF_A_DIRECTION - 1, 12 * PLACES_OF_A_DIRECTION))
+    weights_R = torch.linspace(1, 0.5, 5, dtype=torch.float64)
+    assert (few.contrasts, few.biases) == (many.contrasts, many.biases) == (5, 5)
+    assert torch.equal(many.proposals(weights_R, 16)[:7], few.proposals(weights_R, 16))
+    assert many.proposals(weights_R, 16).shape == (12, 16)
 
 
 def test_of_many_classes_the_bias_that_fits_best_is_one_column():

@@ -1,6 +1,7 @@
 """Few labelled rows: all are learnt from, in two steps, and no few dev rows choose."""
 
 import pytest
+import torch
 from folders import completion_rows, label_rows, model_folder, write_rows
 
 import tezo
@@ -37,6 +38,22 @@ def test_all_of_few_rows_are_looked_at_and_stepped_on_and_no_row_judges(tmp_path
     assert any(f"all {count} training rows are learnt from" in notice for notice in job.notices)
     seen = job.optimizer._rows(1, 1024)
     assert len(seen.outputs().labels_T) == seen.stepped == count
+    job.optimizer.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("count", "dev"), [(24, 0), (MOST_FEW, 0), (40, 40), (400, 0)])
+def test_the_first_rows_of_a_look_are_those_of_its_step(tmp_path, count, dev):
+    job = job_of(tmp_path, count, dev=dev)
+    for step in (0, 1):
+        rows = job.sampler().rows(step)
+        of_step = job.objective.closure(job.model, job.batches(rows)).outputs()
+        seen = job.optimizer._rows(step, 1024)
+        of_look = seen.outputs()
+        assert seen.stepped == len(rows) == len({*rows})
+        first = of_look.example_T < len(rows)
+        assert torch.equal(of_look.labels_T[first], of_step.labels_T)
+        torch.testing.assert_close(of_look.scores_TC[first], of_step.scores_TC)
     job.optimizer.close()
 
 

@@ -264,7 +264,8 @@ class Job:
         loaded: model, tokenizer, kind.
         format: rows -> examples.
         objective: examples -> losses.
-        train: rows to step on.
+        train: rows to look at and to step on.
+        stepped: numbers of those to step on.
         dev: rows that choose the checkpoint; may be empty.
         test: rows for the figures before and after.
         optimizer: on the model.
@@ -283,6 +284,7 @@ class Job:
     format: Format
     objective: Objective
     train: list[Encoded]
+    stepped: Sequence[int]
     dev: list[Encoded]
     test: list[Encoded]
     optimizer: BaseOptimizer
@@ -305,13 +307,8 @@ class Job:
             group["lr"] = lr
         return replace(self, config=self.config.with_options(lr=lr))
 
-    @property
-    def stepped(self) -> Sequence[int]:
-        """The training rows that steps are taken on."""
-        return looked_and_stepped(self.config, len(self.train), judged=bool(self.dev))[1]
-
     def sampler(self) -> BatchSampler:
-        """Which of them a step takes."""
+        """Which rows a step takes."""
         return sampler(self.config, self.stepped)
 
     def batches(self, indices: Sequence[int]) -> list[Batch]:
@@ -409,6 +406,7 @@ def prepare(
         format=used.format,
         objective=used.objective,
         train=used.train,
+        stepped=stepped,
         dev=used.dev,
         test=used.test or used.dev,
         optimizer=optimizer,
