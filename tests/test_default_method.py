@@ -11,6 +11,8 @@ from short_runs import stopped
 
 import tezo
 from tezo.methods import METHODS
+from tezo.newton.labels import Layout, rank_for
+from tezo.optim.settings import GIVEN, RESOLVED
 from tezo.runs.step_log import read_log
 from tezo.tasks.evaluation import evaluate
 from tezo.training import stopping
@@ -70,6 +72,20 @@ def test_rows_of_a_causal_model_and_nothing_set_that_depends_on_it(home, data, r
     job = chosen(request(home, data=data))
     assert job.config.method.name == "gauss-newton"
     assert (job.config.train.steps, job.config.train.guard) == (rounds, True)
+
+
+@pytest.mark.parametrize(("labels", "rank"), [(2, 16), (8, 16), (9, 17), (32, 63), (40, 64)])
+def test_many_labels_have_a_rank_with_a_column_for_each_contrast(home, tmp_path, labels, rank):
+    rows = [{"text": f"a row of w{i % labels} and {i}", "label": f"w{i % labels}"} for i in range(4 * labels)]
+    data = {"train": str(write_rows(tmp_path / "rows.jsonl", rows)), "allow_fewer": True}
+    config = {"model": {"name": str(home / "llama")}, "data": data}
+    job = chosen(parse_config(config))
+    assert job.config.method.options["rank"] == rank == rank_for(labels)
+    assert job.optimizer.settings["rank"].source == RESOLVED
+    layout = Layout.of(labels, 2, rank, 1000)
+    assert (layout.contrasts == labels - 1) == (labels < 40)
+    own = chosen(parse_config(config | {"method": {"name": "gauss-newton", "rank": 5}}))
+    assert own.config.method.options["rank"] == 5 and own.optimizer.settings["rank"].source == GIVEN
 
 
 @pytest.mark.parametrize(

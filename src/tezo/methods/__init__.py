@@ -62,7 +62,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         ),
         Method(
             GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, takes_rows=True, takes_outputs=True,
-            guarded=True, batch_size=128, steps=6, of_texts=(32, 3),
+            guarded=True, batch_size=128, steps=6, of_texts=(32, 3), chosen=("rank",),
             needs="forward passes, and of free text the rows of the output head",
             rate="the part of each step that is taken, 1 by default",
         ),

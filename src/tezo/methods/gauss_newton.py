@@ -8,6 +8,7 @@ from tezo.directions.bases.basis import Basis
 from tezo.directions.low_rank import Temporal
 from tezo.directions.ranks import FixedRank
 from tezo.methods.bases import find_basis
+from tezo.newton.labels import RANK
 from tezo.newton.step import GaussNewton
 from tezo.optim.optimizer import ZerothOrderOptimizer
 from tezo.optim.options import Basic, with_settings
@@ -21,7 +22,7 @@ def gauss_newton(
     num_directions: int = 16,
     rho: float = 0.1,
     lr: float = 1.0,
-    rank: int = 16,
+    rank: int = RANK,
     basis: str | Basis = "errors",
     lazy_update_interval: int | None = 1,
     frozen_rank: int | None = 64,
@@ -48,6 +49,9 @@ def gauss_newton(
 
     The closure must be one of `tezo.closure`, or another `tezo.optim.closures.RowOutputs`. Without `optimizer.set_rows`
     a refresh has only the rows of its step.
+
+    `rank` is the number of columns. A run that leaves it open has more where there are more labels than the default has
+    columns for (`tezo.newton.labels.rank_for`).
 
     U and V are new every `lazy_update_interval` steps; the change so far is then stored beside W_0 with rank
     `frozen_rank` at most, so that the result is an exact LoRA adapter. rho is about the change of scores along a

@@ -3,10 +3,11 @@
 1. `choose_dtype`, `choose_columns`: the data type of the base and the columns of the rows, as they were found.
 2. `choose_method`: by the model, the rows, the objective and the number of processes, never by what else is set.
 3. `choose_size`: rows of a step, its schedule, and the number of steps, by the method and the number of rows.
-4. `choose_directions`: shared by the rows of a batch or per example, by whether the model can have the latter.
-5. `choose_feedback`, `choose_guard`: feedback steps, and whether a run may go back.
-6. `choose_rho`: the perturbation scale, measured.
-7. `choose_rate`: the learning rate, searched for by short trials.
+4. `choose_rank`: the rank of a method that leaves it open, by the number of labels.
+5. `choose_directions`: shared by the rows of a batch or per example, by whether the model can have the latter.
+6. `choose_feedback`, `choose_guard`: feedback steps, and whether a run may go back.
+7. `choose_rho`: the perturbation scale, measured.
+8. `choose_rate`: the learning rate, searched for by short trials.
 
 The first three decide which rows steps have; `resolve` makes the others, which are measured on these rows.
 """
@@ -22,6 +23,7 @@ import torch
 
 from tezo.directions.targets import is_packed
 from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS, Method, method
+from tezo.newton.labels import rank_for
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import FEEDBACK
 from tezo.optim.learning_rate import choose_lr
@@ -48,6 +50,7 @@ RESOLVED_AT_START: dict[str, Any] = {
     "data.text": DataConfig.text,
     "data.template": None,
     "data.label_words": None,
+    "method.rank": AUTO,
     "method.directions": AUTO,
     "method.lr": AUTO,
     "method.rho": AUTO,
@@ -143,7 +146,8 @@ def resolve(
         RequestError: what the request asks for cannot be had.
     """
     request = choices.config
-    choices.add(choose_directions(request, rows, build, measuring=measuring))
+    choices.add(choose_rank(request, rows.labels if rows else 0))
+    choices.add(choose_directions(choices.config, rows, build, measuring=measuring))
     optimizer = build(choices.config)
     try:
         choices.add(choose_feedback(choices.config, optimizer, rows, measuring=measuring))
@@ -333,6 +337,12 @@ def choose_size(train: TrainConfig, num_rows: int, chosen: Method[Any]) -> list[
         Choice("train.schedule", train.schedule or chosen.schedule),
         Choice("train.steps", steps),
     ]
+
+
+def choose_rank(config: Config, labels: int) -> list[Choice]:
+    """Returns the rank of a method that goes by the number of labels that rows share; 0: they share none."""
+    is_open = config.method.options.get("rank", AUTO) == AUTO and "rank" in method(config.method.name).chosen
+    return [Choice("method.rank", rank_for(labels))] if is_open else []
 
 
 def choose_directions(

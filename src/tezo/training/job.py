@@ -421,7 +421,7 @@ def prepare(
             *used.notices,
             *untrained_notice(untrained, loaded.engine),
             *left_out_notice(config, optimizer, untrained),
-            *rank_notice(config, optimizer),
+            *rank_notice(found.config, optimizer),
             *found.notices,
             *dict.fromkeys(unchecked),
         ),

@@ -221,11 +221,13 @@ class Rows(ABC):
             them together.
         engine: name of the engine that computes their losses; None: torch does.
         held_out: number of rows that learning rates are compared on; 0: there are none.
+        labels: number of labels that the rows share; 0: they share none, or it is not known.
     """
 
     share_directions: bool
     engine: str | None = None
     held_out: int
+    labels: int = 0
 
     @abstractmethod
     def step(self, step: int, *, per_example: bool) -> Closure:
@@ -305,6 +307,7 @@ class RunRows(Rows):
         order = permutation(len(others), seed=settings.seed, step=0, name="learning rate")[:HELD_OUT_ROWS]
         self._others = [others[i] for i in order]
         self.held_out = len(self._others)
+        self.labels = len(objective.options or ())
         self.engine = objective.evaluator.engine
         self.share_directions = objective.evaluator.shared_tokens > 0 or self.engine is not None
 
