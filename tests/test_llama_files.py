@@ -184,6 +184,11 @@ def test_a_tensor_that_torch_would_leave_out_is_named(architecture, biased, name
     assert log_probs(load_llama_cpp(ModelConfig(name=str(path), engine="llama.cpp")).engine).shape == (4, 2)
 
 
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_torch_reads_a_file_without_the_optional_tensors(architecture, tmp_path):
+    assert load_model(str(write_model(tmp_path / "model.gguf", architecture, biased=()))).kind == "causal"
+
+
 def lora_of(path):
     return {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
 
