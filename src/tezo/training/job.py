@@ -277,6 +277,7 @@ class Job:
         rows_as_read: the shape of the rows and the first of them as the model reads it, in words, for the screen.
         notices: what the user should know before the start: cuts, label words that are alike, parameters left out,
             held-out rows.
+        text_found: whether the field of the text was found in the rows, and not named by the request.
     """
 
     config: Config
@@ -294,6 +295,7 @@ class Job:
     untrained: tuple[str, ...] = ()
     reward: Reward | None = None
     rows_as_read: tuple[str, ...] = ()
+    text_found: bool = False
     notices: tuple[str, ...] = field(default=())
 
     @property
@@ -416,6 +418,7 @@ def prepare(
         untrained=tuple(untrained),
         reward=reward,
         rows_as_read=used.as_read,
+        text_found=found.config.data.text != config.data.text,
         notices=(
             *reward_notice(reward),
             *used.notices,

@@ -21,7 +21,7 @@ from tezo.models.loading import DTYPES, LoadedModel
 from tezo.models.local_names import is_gone
 from tezo.models.saving import save_result
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.settings import SOURCES, Setting, Settings
+from tezo.optim.settings import RESOLVED, SOURCES, Setting, Settings
 from tezo.runs.environment import versions
 from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place, check_rows, check_settings
 from tezo.runs.folder import LOG, ResumeState, RunFolder
@@ -69,17 +69,20 @@ NUM_STEPS = ("train.steps", "train.epochs")
 
 
 BACK = "put it back, or give another output"
+TEXT = "data.text"
+"""Key of the field with the text, in the sources of a log's header too."""
 
 
 def log_header(job: Job) -> dict[str, Any]:
     """Returns JSON for the head of a step log: with the base model, all that its steps are taken again from."""
     reward = {} if job.reward is None else {"reward": job.reward.identity.to_json()}
+    sources = {name: setting.source for name, setting in job.optimizer.settings.items()}
     return {
         **reward,
         "directions": job.optimizer.num_directions,
         "kinds": list(job.optimizer.rules),
         "config": json.loads(json.dumps(to_tree(job.config))),  # tuples become lists, as JSON has them
-        "sources": {name: setting.source for name, setting in job.optimizer.settings.items()},
+        "sources": sources | ({TEXT: RESOLVED} if job.text_found else {}),
         "untrained": list(job.untrained),
         "model": dict(job.loaded.fingerprint),
         "rows": hash_of([row.sequences for row in job.train]),
