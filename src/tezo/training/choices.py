@@ -39,7 +39,7 @@ from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
 from tezo.tasks.scoring import REWARD
 from tezo.training.rows_of_steps import KEYS, Rows, default_counts, is_feedback, planned
-from tezo.training.settings import Config, TrainConfig
+from tezo.training.settings import Config, MethodConfig, TrainConfig
 
 O = TypeVar("O", bound=BaseOptimizer)  # noqa: E741
 
@@ -277,6 +277,15 @@ def check_options(config: Config, name: str) -> None:
 def takes_auto(kind: Any) -> bool:
     """Returns whether an option of this type may be "auto"."""
     return AUTO in (kind, *get_args(kind)) or any(map(takes_auto, get_args(kind)))
+
+
+def settled_options(given: MethodConfig) -> dict[str, Any]:
+    """Returns the options of a method without those that are "auto", which a run chooses or has at their defaults.
+
+    Of any other option "auto" is a value, which the method refuses.
+    """
+    types_of = method(given.name).options()
+    return {key: value for key, value in given.options.items() if value != AUTO or not takes_auto(types_of[key])}
 
 
 def _takes(types_of: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

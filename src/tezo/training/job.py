@@ -16,7 +16,7 @@ from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
 from tezo.forward.engine import Engine
 from tezo.forward.interception import DirectReads
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
-from tezo.methods import AUTO, BASELINES, ES, HEAD_FEEDBACK, METHODS, method
+from tezo.methods import BASELINES, ES, HEAD_FEEDBACK, METHODS, method
 from tezo.models.kinds import ADDRESS, IN_MEMORY, engine_kind, is_unused
 from tezo.models.loading import SETTLED, LoadedModel, check_head_not_tied
 from tezo.models.local_names import working_folder
@@ -48,6 +48,7 @@ from tezo.training.choices import (
     choose_method,
     choose_size,
     resolve,
+    settled_options,
 )
 from tezo.training.rows_of_steps import (
     BASIS_ROWS,
@@ -537,7 +538,7 @@ def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encode
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:
     """The method of a configuration on a model; `untrained` parameters are left alone."""
-    options = {key: value for key, value in config.method.options.items() if value != AUTO}
+    options = settled_options(config.method)
     if config.model.peft != "none":
         options.setdefault("targets", (ALL,))
     wanted = method(config.method.name)
@@ -587,7 +588,7 @@ def build_method(config: Config, model: Any, seed: int) -> ZerothOrderOptimizer:
             "model has been tuned by another trainer, run or optimizer, whose change is not in the weights; call that "
             "one's merge() to keep it, or close() to drop it."
         )
-    options = {key: value for key, value in config.method.options.items() if value != AUTO}
+    options = settled_options(config.method)
     chosen = METHODS[config.method.name]
     adapted = getattr(model, "peft_config", None) is not None
     targets = options.pop("targets", (ALL,) if adapted else chosen.defaults()["targets"])
