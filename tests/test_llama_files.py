@@ -7,7 +7,7 @@ import gguf
 import pytest
 import torch
 from architectures import ARCHITECTURES, MIXTURE, TYPES, finish, makes_models, shapes, write_model
-from folders import completion_rows, label_rows, refused, tezo, train, write_rows
+from folders import completion_rows, label_rows, refused, settings, tezo, train, write_rows
 
 from tezo.engines.llama_cpp.loading import ROUTER, load_by_file, load_llama_cpp
 from tezo.forward.engine import HEAD, Asked, Watch
@@ -187,6 +187,22 @@ def test_a_tensor_that_torch_would_leave_out_is_named(architecture, biased, name
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
 def test_torch_reads_a_file_without_the_optional_tensors(architecture, tmp_path):
     assert load_model(str(write_model(tmp_path / "model.gguf", architecture, biased=()))).kind == "causal"
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "llama"])
+def test_the_default_of_a_file_looks_only_where_torch_or_llama_cpp_shows_its_layers(architecture, tmp_path):
+    model = write_model(tmp_path / "model.gguf", architecture, "Q5_0")
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows(6))
+    (tmp_path / "score.py").write_text("def f(prompts, completions, **_):\n    return [len(c) for c in completions]\n")
+    asked = ("train", "--model", model, "--data", data, "--engine", "llama.cpp", "--steps", 1)
+    few = settings(train__max_new_tokens=2, method__num_directions=2)
+    done = tezo(*asked, "--output", tmp_path / "run", "--reward", f"{tmp_path / 'score.py'}:f", *few)
+    assert done.code == 0, done.err
+    method = json.loads((tmp_path / "run/summary.json").read_text())["method"]
+    is_random = done.says("method.basis is gaussian, because es looks at inputs", "llama.cpp alone reads those of")
+    assert method == "es" and is_random == (architecture == "gemma3")
+    done = tezo(*asked, "--output", tmp_path / "texts")
+    assert done.code == 0 and "method.basis" not in done.err, done.err  # gauss-newton looks by llama.cpp
 
 
 def lora_of(path):

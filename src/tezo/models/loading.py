@@ -27,9 +27,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from tezo.directions.bases.basis import Basis
 from tezo.directions.products import is_emulated
 from tezo.directions.targets import device_of, find_targets, frozen_notice, is_packed
-from tezo.forward.engine import Engine
+from tezo.forward.engine import HEAD, Engine
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
 from tezo.models.gguf import check_gguf_file, gguf_config, gguf_tokenizer, is_gguf, load_gguf, reading_once, settle_gguf
 from tezo.models.identity import Fingerprint, fingerprint
@@ -103,6 +104,11 @@ class LoadedModel:
     """Parameters that are tied to others in the files, and have separate weights here."""
     unread: str | None = None
     """Why torch cannot read some of the weights, which stay in their files, as a clause; None: it can."""
+
+    def unseen(self, basis: Basis) -> str | None:
+        """Returns why a basis cannot look at the inputs of layers, as a clause; None: it can, or does not look."""
+        is_shown = basis.watches and self.engine is not None and self.engine.watches(HEAD)
+        return self.unread if basis.data_dependent and not is_shown else None
 
     @property
     def device(self) -> torch.device:

@@ -91,11 +91,11 @@ def parameter_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def check_readable(optimizer: BaseOptimizer, loaded: LoadedModel) -> None:
     """Raises a `RequestError` where directions are of inputs that torch would have to compute with unread weights."""
-    looks = isinstance(optimizer, ZerothOrderOptimizer) and optimizer.basis.data_dependent
-    if loaded.unread is not None and looks:
+    why_not = loaded.unseen(optimizer.basis) if isinstance(optimizer, ZerothOrderOptimizer) else None
+    if why_not is not None:
         raise RequestError(
-            f"it looks at inputs of layers, for which torch reads the folder's weights, and {loaded.unread}; choose a "
-            "method that does not look, such as tezo, or give a folder with weights in full."
+            f"it looks at inputs of layers, for which torch needs the weights, and {why_not}; leave method.name out, "
+            "set method.basis=gaussian, or give a model with weights that torch reads."
         )
 
 
@@ -349,11 +349,11 @@ def prepare(
     choices.add(choose_dtype(config, loaded.dtype))
     form = make_format(choices.config.data, loaded, splits.train)
     if form.options:  # how their rows are divided depends on the method
-        choices.add(choose_method(choices.config, loaded.kind, learns_outputs=True))
+        choices.add(choose_method(choices.config, loaded, learns_outputs=True))
     used = _encode(choices.config, loaded, splits, form, reward)
     if not form.options:
         learns_outputs = used.is_text and fits_text(loaded.model)
-        choices.add(choose_method(choices.config, loaded.kind, learns_outputs=learns_outputs))
+        choices.add(choose_method(choices.config, loaded, learns_outputs=learns_outputs))
     config = choices.config
     _check_objective(config, learns_labels=bool(used.format.options))
     untrained = _untrained(loaded, used.objective, used.train)

@@ -38,11 +38,12 @@ from tezo.tasks.rewards import Reward, RewardRows, sample_of
 from tezo.tasks.scorer_identity import difference
 from tezo.tasks.scoring import REWARD, Sample
 from tezo.tasks.splits import Splits
-from tezo.training.choices import RESOLVED_AT_START, Choices, check_options, choose_size
+from tezo.training.choices import RANDOM, RESOLVED_AT_START, Choices, check_options, choose_size
 from tezo.training.job import Job, load_for_tuning, make_optimizer
 from tezo.training.settings import (
     PATHS,
     Config,
+    MethodConfig,
     absolute_setting,
     dump_config,
     overlay,
@@ -146,7 +147,7 @@ def with_choices_of(begun: LogContents, asked: Config) -> Config:
     check_complete(begun.header)
     asked = with_dtype_of(begun.header, asked)
     before = parse_config(untrusted_tree(begun.header["config"]))
-    asked = _with_name_of(before.method.name, asked)
+    asked = _with_method_of(before.method, asked)
     if before.method.name != asked.method.name:
         return asked  # another run, which `check_same` will refuse
     chosen, train = method(asked.method.name), asked.train
@@ -221,12 +222,17 @@ def with_sources_of(begun: Mapping[str, Any], settings: Mapping[str, Setting]) -
     )  # fmt: skip
 
 
-def _with_name_of(name: str, asked: Config) -> Config:
-    """Returns the configuration with the method that a run chose by itself; `RequestError` if it lacks an option."""
+def _with_method_of(begun: MethodConfig, asked: Config) -> Config:
+    """Returns the configuration with the method that a run chose by itself, and the basis that it chose with it.
+
+    Raises:
+        RequestError: the method lacks an option that is asked for.
+    """
     if asked.method.name != AUTO:
         return asked
-    check_options(asked, name)
-    return replace(asked, method=replace(asked.method, name=name))
+    check_options(asked, begun.name)
+    chosen = {"basis": RANDOM} if begun.options.get("basis") == RANDOM else {}
+    return replace(asked, method=MethodConfig(name=begun.name, options=chosen | asked.method.options))
 
 
 def check_unchanged(ended: Config, asked: Config, stepped: int | None = None) -> None:
@@ -234,7 +240,7 @@ def check_unchanged(ended: Config, asked: Config, stepped: int | None = None) ->
 
     `stepped` is the number of rows that its steps were taken on, which no batch has more of.
     """
-    asked = _with_name_of(ended.method.name, asked)
+    asked = _with_method_of(ended.method, asked)
     size = asked.train.batch_size
     if size is not None and stepped is not None:
         asked = replace(asked, train=replace(asked.train, batch_size=min(size, stepped)))
