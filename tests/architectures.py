@@ -92,8 +92,8 @@ ARCHITECTURES = {
 """Architecture -> keys of its metadata, beside those that all have."""
 
 BIASED = {"llama": (), "qwen2": ("attn_q", "attn_k", "attn_v"), "qwen3": ()}
-"""Architecture that transformers reads from GGUF -> its layers with a bias. llama.cpp also takes others, and factors of
-rotations."""
+"""Architecture that transformers reads from GGUF -> its layers with a bias here. llama.cpp also takes others, and
+"rope_freqs", factors of rotations."""
 
 TYPES = {
     "F32": "F32", "F16": "F16", "BF16": "BF16", "Q8_0": "Q8_0", "Q5_0": "Q5_0", "Q4_K_M": "Q4_K", "Q6_K": "Q6_K",
@@ -219,13 +219,16 @@ def packed(x, kind):
     return found.reshape(*x.shape[:-1], size)
 
 
-def write_model(path, architecture, kind="F32", seed=0, change=None):
-    """Writes a model with random values, and a change of some weights added to them; returns the path."""
+def write_model(path, architecture, kind="F32", seed=0, change=None, biased=None):
+    """Writes a model with random values, and a change of some weights added to them; returns the path.
+
+    `biased`: layers that have a bias, in the place of those in `BIASED`.
+    """
     writer = writer_of(path, architecture)
     for name, shape in shapes(architecture).items():
         if name.startswith("cls.") or name.endswith("scale"):  # of classifiers, and of a type that is not written
             continue
-        biased = BIASED.get(architecture)
+        biased = BIASED.get(architecture) if biased is None else biased
         is_optional = name.startswith("rope_freqs") or name.endswith(".bias")
         if biased is not None and is_optional and name.split(".")[-2] not in biased:
             continue

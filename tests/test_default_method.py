@@ -167,6 +167,12 @@ def test_an_option_that_no_method_has_is_refused_before_anything_is_read(home):
         request(home, settings=["method.rnak=3"])
 
 
+@pytest.mark.parametrize("name", ["auto", *(name for name, each in METHODS.items() if "basis" in each.options())])
+def test_auto_is_no_basis(home, name):
+    with pytest.raises(tezo.RequestError, match=r"method\.basis: there is no basis 'auto'.*gaussian"):
+        chosen(request(home, settings=[f"method.name={name}", "method.basis=auto"]))
+
+
 @pytest.mark.parametrize(("data", "words"), [("labels", "part of each step"), ("reward", "distance of its members")])
 def test_a_rate_that_is_none_for_the_default_is_said(home, data, words):
     told = [notice for notice in chosen_of(home, data, ["method.lr=1e-4"]).notices if "method.lr" in notice]

@@ -158,15 +158,15 @@ def test_other_tokens_have_vectors_of_their_own_at_layers_that_they_act_through(
     targets = {t.name: t for t in select_targets(model, ("all",))}
     closure = LastToken(model, noise(count, 4, 6, seed=72), torch.arange(count) % 2)
     added = AddedVectors(model, closure, closure.outputs(), 0)
-    early = added._measured(targets["early.weight"], 1.0, Tokens.OTHERS)
+    early = added.measured(targets["early.weight"], 1.0, Tokens.OTHERS)
     late = (torch.eye(6, dtype=torch.float64) + model.late.weight).T @ model.head_CM.T  # gradient at the last token
     gradients = {Tokens.PLACE: late, Tokens.OTHERS: model.carry_MM.T @ late}
     for tokens, gradient_MC in gradients.items():
-        found = added._measured(targets["early.weight"], 1.0, tokens)
+        found = added.measured(targets["early.weight"], 1.0, tokens)
         raised = gradient_MC.T @ found  # by what is added to these tokens, in each row
         contrast = raised - raised.mean(0)
         assert torch.allclose(contrast, torch.eye(2, dtype=torch.float64) - 0.5, atol=0.1), tokens
-    assert not torch.allclose(early, added._measured(targets["early.weight"], 1.0, Tokens.PLACE), atol=0.1)
+    assert not torch.allclose(early, added.measured(targets["early.weight"], 1.0, Tokens.PLACE), atol=0.1)
     vectors = added.class_vectors([*targets.values()], lambda _: 1.0, 2)
     assert not bool(vectors.vectors[vectors.layers[-1]][1].any())  # behind it no other token is read
     assert vectors.reach(vectors.layers[-1])[1] == 0
@@ -192,8 +192,8 @@ def test_vectors_that_do_not_foretell_scores_are_none():
     closure = LastToken(model, noise(300, 4, 6, seed=72), torch.arange(300) % 2)
     added = AddedVectors(model, closure, closure.outputs(), 0)
     (target,) = select_targets(model, ("early.weight",))
-    assert not bool(added._measured(target, 1.0, Tokens.OTHERS).any())
-    assert bool(added._measured(target, 1.0, Tokens.PLACE).any())
+    assert not bool(added.measured(target, 1.0, Tokens.OTHERS).any())
+    assert bool(added.measured(target, 1.0, Tokens.PLACE).any())
 
 
 @torch.no_grad()

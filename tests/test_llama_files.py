@@ -7,11 +7,13 @@ import gguf
 import pytest
 import torch
 from architectures import ARCHITECTURES, MIXTURE, TYPES, finish, makes_models, shapes, write_model
-from folders import completion_rows, label_rows, refused, tezo, train, write_rows
+from folders import completion_rows, label_rows, refused, settings, tezo, train, write_rows
 
 from tezo.engines.llama_cpp.loading import ROUTER, load_by_file, load_llama_cpp
 from tezo.forward.engine import HEAD, Asked, Watch
 from tezo.models.kinds import ModelConfig
+from tezo.models.loading import load_model
+from tezo.system.errors import RequestError
 
 pytestmark = [
     pytest.mark.engine,
@@ -131,6 +133,76 @@ def test_a_file_that_no_trainer_reads_is_tuned_and_its_run_read_again(architectu
     kept = "adapter/adapter_model.safetensors"
     assert (tmp_path / "again" / kept).read_bytes() == (run / kept).read_bytes()
     assert tezo("train", "--output", run, "--resume").code == 0
+
+
+ATTENTION, MLP = ("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down")
+
+
+def computed(model):
+    """Log-probabilities as `log_probs` has them, by torch."""
+    found, (text_P, position_P) = asked(), zip(*PLACES, strict=True)
+    with torch.no_grad():
+        tables = [model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1) for text in TEXTS]
+    rows_PV = torch.stack([tables[text][place] for text, place in zip(text_P, position_P, strict=True)])
+    return rows_PV.gather(1, found.tokens_PC)
+
+
+@pytest.mark.parametrize("more", [(), ("rope_freqs",), ATTENTION, MLP, ("rope_freqs", *ATTENTION, *MLP)], ids=str)
+def test_torch_reads_the_biases_and_the_rotations_of_a_llama_and_saves_them(more, tmp_path):
+    def written(name, biased):
+        slower = {"rope_freqs.weight": 3.0}
+        return str(write_model(tmp_path / name, "llama", biased=biased, change=slower))
+
+    path = written("model.gguf", more)
+    loaded, theirs = load_model(path), log_probs(load_by_file(path).engine)
+    torch.testing.assert_close(computed(loaded.model), theirs, atol=1e-4, rtol=0)
+    assert loaded.notices == ()
+    without = log_probs(load_by_file(written("without.gguf", ())).engine)
+    assert bool(more) == bool((theirs - without).abs().max() > 0.01), "else nothing is told by these texts"
+    loaded.model.save_pretrained(tmp_path / "saved")
+    loaded.tokenizer.save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(computed(load_model(str(tmp_path / "saved")).model), theirs, atol=1e-4, rtol=0)
+    names = load_llama_cpp(ModelConfig(name=path, engine="llama.cpp"))
+    torch.testing.assert_close(computed(names.model), theirs, atol=1e-4, rtol=0)  # as a look computes it
+
+
+@pytest.mark.parametrize(
+    ("architecture", "biased", "named"),
+    [
+        ("llama", ATTENTION[:3], r"\(blk\.0\.attn_q\.bias and 5 more\)"),
+        ("llama", (*ATTENTION, "ffn_up"), r"\(blk\.0\.ffn_up\.bias and 1 more\)"),
+        ("gemma2", None, r"\(blk\.0\.attn_q\.bias and 5 more\)"),
+        ("stablelm", None, r"norm\.weight and 3 more"),
+        ("qwen35", ("attn_k", "ssm_dt"), r"k_proj\.bias"),
+    ],
+)
+def test_a_tensor_that_torch_would_leave_out_is_named(architecture, biased, named, tmp_path):
+    path = write_model(tmp_path / "model.gguf", architecture, biased=biased)
+    with pytest.raises(RequestError, match=named) as error:
+        load_model(str(path))
+    assert str(path) in str(error.value) and "model.engine=llama.cpp" in str(error.value)
+    assert log_probs(load_llama_cpp(ModelConfig(name=str(path), engine="llama.cpp")).engine).shape == (4, 2)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_torch_reads_a_file_without_the_optional_tensors(architecture, tmp_path):
+    assert load_model(str(write_model(tmp_path / "model.gguf", architecture, biased=()))).kind == "causal"
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "llama"])
+def test_the_default_of_a_file_looks_only_where_torch_or_llama_cpp_shows_its_layers(architecture, tmp_path):
+    model = write_model(tmp_path / "model.gguf", architecture, "Q5_0")
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows(6))
+    (tmp_path / "score.py").write_text("def f(prompts, completions, **_):\n    return [len(c) for c in completions]\n")
+    asked = ("train", "--model", model, "--data", data, "--engine", "llama.cpp", "--steps", 1)
+    few = settings(train__max_new_tokens=2, method__num_directions=2)
+    done = tezo(*asked, "--output", tmp_path / "run", "--reward", f"{tmp_path / 'score.py'}:f", *few)
+    assert done.code == 0, done.err
+    method = json.loads((tmp_path / "run/summary.json").read_text())["method"]
+    is_random = done.says("method.basis is gaussian, because es looks at inputs", "llama.cpp alone reads those of")
+    assert method == "es" and is_random == (architecture == "gemma3")
+    done = tezo(*asked, "--output", tmp_path / "texts")
+    assert done.code == 0 and "method.basis" not in done.err, done.err  # gauss-newton looks by llama.cpp
 
 
 def lora_of(path):

@@ -155,5 +155,7 @@ def test_gauss_newton_tunes_a_file_that_no_trainer_reads(architecture, kind, row
 def test_a_basis_that_needs_torch_is_refused_with_a_way_out(tmp_path):
     model, data = write_model(tmp_path / "model.gguf", "gemma3"), write_rows(tmp_path / "rows.jsonl", label_rows(16))
     ask = ("--engine", "llama.cpp", "--method", "head-feedback")
-    refused(train(model, data, tmp_path / "run", *ask), "method.basis=gaussian", "method.name=gauss-newton")
+    done = train(model, data, tmp_path / "run", *ask)
+    refused(done, "method.basis=gaussian", "leave method.name out", "llama.cpp alone")
+    assert not (tmp_path / "run").exists()
     assert train(model, data, tmp_path / "run", *ask, method__basis="gaussian", steps=1).code == 0

@@ -7,6 +7,7 @@ import torch
 import transformers
 from few_bits import LAYER, in_few_bits, in_groups, rewritten
 from folders import refused, tezo
+from short_runs import stopped
 from vllm_server import another_of_its_base, vllm_home, vllm_server
 
 from tezo.engines import load
@@ -14,6 +15,7 @@ from tezo.engines.second_copy import DOUBTFUL, OTHER, SecondCopy, compared, left
 from tezo.models.kinds import ModelConfig
 from tezo.models.lora import Adapter
 from tezo.system.errors import RequestError
+from tezo.training.job import prepare
 from tezo.training.loop import train as run_config
 from tezo.training.settings import parse_config
 
@@ -130,11 +132,61 @@ def test_looks_at_weights_that_are_not_read_are_refused_before_anything_is_writt
     folder = rewritten(home / "tiny", tmp_path / "packed", in_groups)
     asked = {"model": {"name": str(folder), "engine": standin.url}, "data": {"train": str(home / "few.jsonl")}}
     asked["train"] = {"steps": 1}
-    with pytest.raises(RequestError, match=f"gauss-newton.*looks at inputs of layers.*{LAYER} is in I8.*such as tezo"):
-        run_config(parse_config(asked), tmp_path / "run")
+    for named in ({"name": "gauss-newton"}, {"name": "head-feedback"}, {"name": "auto", "basis": "activation"}):
+        asked["method"] = named
+        with pytest.raises(RequestError, match=f"looks at inputs of layers.*{LAYER} is in I8.*method.basis=gaussian"):
+            run_config(parse_config(asked), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     asked["method"] = {"name": "tezo", "rank": 4, "lr": 0.01, "rho": 0.03}
     assert run_config(parse_config(asked), tmp_path / "run")["num_forward_passes"] == 2
+
+
+@pytest.mark.parametrize("case", [("labels", {}), ("texts", {}), ("labels", {"objective": "accuracy"})], ids=str)
+def test_the_default_of_such_a_folder_does_not_look_and_is_resumed(case, home, standin, monkeypatch, tmp_path):
+    monkeypatch.setattr(standin, "alters", lambda adapter: adapter)
+    (tmp_path / "packed").mkdir()
+    folder = rewritten(home / "tiny", tmp_path / "packed", in_groups)
+    rows, train = case
+    asked = {
+        "model": {"name": str(folder), "engine": standin.url},
+        "data": {"train": str(home / f"{rows}.jsonl")},
+        "method": {"lr": 1e-3, "rho": 0.03},
+        "train": {"steps": 2, "batch_size": 4, **train},
+    }
+    done = run_config(parse_config(asked), tmp_path / "run")
+    assert done["method"] == "head-feedback" and done["num_forward_passes"] == 4
+    name, basis = (notice for notice in done["notices"] if notice.startswith(("method.name", "method.basis")))
+    assert ("cannot be seen here" in name or "needs the loss" in name) and "gauss-newton" in name
+    assert basis.startswith("method.basis is gaussian, because head-feedback looks") and f"{LAYER} is in I8" in basis
+    again = run_config(parse_config(asked), tmp_path / "run", resume=True)
+    assert again["after"] == done["after"]
+    stopped(parse_config(asked), tmp_path / "stopped", 1)
+    resumed = run_config(parse_config(asked), tmp_path / "stopped", resume=True)
+    assert resumed["after"] == pytest.approx(done["after"], abs=1e-4) and resumed["steps"] == 2
+
+
+def test_a_population_of_such_a_folder_has_random_directions(home, standin, monkeypatch, tmp_path):
+    (tmp_path / "packed").mkdir()
+    folder = rewritten(home / "tiny", tmp_path / "packed", in_groups)
+    monkeypatch.setattr(standin, "alters", lambda adapter: adapter)
+    asked = {
+        "model": {"name": str(folder), "engine": standin.url},
+        "data": {"train": str(home / "texts.jsonl")},
+        "train": {"reward": "score.py:f", "max_new_tokens": 4},
+    }
+    job = prepare(parse_config(asked), measuring=False, score=lambda *_: 1.0)
+    job.optimizer.close()
+    assert (job.config.method.name, job.config.method.options["basis"]) == ("es", "gaussian")
+    assert sum("method.basis is gaussian" in notice for notice in job.notices) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"basis": "gaussian"}, {"basis": "activation"}], ids=str)
+def test_weights_that_torch_reads_leave_the_method_and_its_basis(options, home, standin, monkeypatch):
+    monkeypatch.setattr(standin, "alters", lambda adapter: adapter)
+    asked = {"model": {"name": str(home / "tiny"), "engine": standin.url}, "method": options}
+    job = prepare(parse_config(asked | {"data": {"train": str(home / "labels.jsonl")}}), measuring=False)
+    job.optimizer.close()
+    assert job.config.method.name == "gauss-newton" and job.config.method.options.get("basis") == options.get("basis")
 
 
 def test_the_second_copy_computes_what_the_model_does_without_and_with_merged_weights(home, loaded):

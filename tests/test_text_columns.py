@@ -6,6 +6,7 @@ import random
 import pytest
 from folders import label_rows, model_folder, read_jsonl, refused, settings, tezo, train, write_rows
 
+import tezo as tezo_package
 from tezo.runs.step_log import read_header
 from tezo.system.errors import RequestError
 from tezo.tasks.columns import PAIRS, USUAL
@@ -208,6 +209,55 @@ def test_dev_and_test_rows_may_have_the_text_under_another_name(tmp_path, train_
         assert read_header(tmp_path / "run/steps.log")[key] == read_header(tmp_path / "usual/steps.log")[key]
     for name in {train_name, test_name} - {"text"}:
         assert done.says(f"'{name}' is taken for the text")
+
+
+def test_a_run_that_found_its_text_reads_files_that_have_it_under_another_name(tmp_path):
+    model = model_folder(tmp_path, "opt")
+    rows_of = {name: [{name: own["text"], "label": own["label"]} for own in label_rows(24)] for name in
+               ("sentence", "text", "review")}  # fmt: skip
+    files = {name: write_rows(tmp_path / f"{name}.jsonl", own) for name, own in rows_of.items()}
+    run, flags = tmp_path / "run", settings(method__name="tezo", train__keep_best=False)
+    done = train(model, files["sentence"], run, *flags, "--test", files["text"])
+    assert done.code == 0, done.err
+
+    def measured(*given):
+        done = tezo("eval", run, "--json", *given)
+        assert done.code == 0, done.err
+        found = json.loads(done.out)
+        return found.pop("notices"), found
+
+    notices, expected = measured("--data", files["sentence"])
+    assert not any("found anew" in notice for notice in notices)
+    for given in ((), ("--data", files["text"]), ("--data", files["review"])):
+        notices, found = measured(*given)
+        assert found == expected
+        assert any("no field 'sentence'" in notice and "found anew" in notice for notice in notices)
+    assert any("'review' is taken for the text" in notice for notice in notices)
+    answers = []
+    for name in files:
+        done = tezo("predict", run, "--input", files[name], "--output", tmp_path / f"answers-{name}.jsonl")
+        assert done.code == 0 and done.says("found anew") == (name != "sentence"), done.err
+        answers.append([row["probabilities"] for row in read_jsonl(tmp_path / f"answers-{name}.jsonl")])
+    assert answers[0] == answers[1] == answers[2]
+    opened = tezo_package.open_run(run)
+    expected = opened.evaluate(rows_of["sentence"]), opened.predict(rows_of["sentence"])
+    with pytest.warns(UserWarning, match="found anew"):
+        assert (opened.evaluate(rows_of["text"]), opened.predict(rows_of["text"])) == expected
+    with pytest.warns(UserWarning, match="found anew"):
+        found = opened.probabilities(rows_of["text"])
+    assert found == opened.probabilities(rows_of["sentence"])
+
+
+@pytest.mark.parametrize("given", [{"data__text": "sentence"}, {"data__template": "{sentence} Label:"}], ids=str)
+def test_a_field_or_a_template_that_the_user_named_stays(given, tmp_path):
+    model, data = model_folder(tmp_path, "opt"), write_rows(tmp_path / "rows.jsonl", SST2)
+    done = train(model, data, tmp_path / "run", *settings(method__name="tezo", **given))
+    assert done.code == 0, done.err
+    other = write_rows(tmp_path / "other.jsonl", [{"text": own["sentence"], "label": own["label"]} for own in SST2])
+    refused(tezo("eval", tmp_path / "run", "--data", other), "other.jsonl, line 1", "no field 'sentence'")
+    named = "data.text=text" if "data__text" in given else "data.template={text} Label:"
+    done = tezo("eval", tmp_path / "run", "--data", other, "--set", named)
+    assert done.code == 0 and "found anew" not in done.err, done.err
 
 
 def test_a_run_on_two_texts_says_the_prompt_and_knows_it_later(tmp_path):

@@ -37,7 +37,7 @@ def evaluate(
 ) -> None:
     """Measure a run, or a model as it is, on rows with answers."""
     from tezo.tasks import untuned
-    from tezo.training.opening import measure_rows, open_model, rows_to_measure, run_config
+    from tezo.training.opening import fitted_to, measure_rows, open_model, rows_to_measure, run_config
     from tezo.training.settings import parse_setting
 
     named = [("data.task", task), ("data.dir", data_dir), ("train.reward", reward), ("train.serve", serve or None)]
@@ -69,8 +69,9 @@ def evaluate(
             print_table(table, "  ")
     else:
         rows, source, changed = rows_to_measure(run, config, data)
+        config, fitted = fitted_to(run, config, rows)
         metrics, notices = measure_rows(config, open_model(run, config), rows, shots=shots, calibrate=calibrate)
-        notices = [*changed, *notices]
+        notices = [*changed, *fitted, *notices]
         if json:
             print_json({"rows": len(rows), **metrics, "notices": notices})
         else:
@@ -145,13 +146,14 @@ def predict(
     config = opening.run_config(run, [parse_setting(text) for text in settings])
     rows = standard_input_rows("input") if source == opening.STANDARD else read_rows(source, key="input")
     opening.check_no_answers(rows)
+    config, fitted = opening.fitted_to(run, config, rows)
     loaded = opening.open_model(run, config)
     temperature = opening.temperature_of(run, loaded)
     answers = opening.answer_rows(config, loaded, rows, max_new_tokens, temperature=temperature)
     kept = list(range(len(rows))) if abstain is None else answers.as_sure_as(abstain)
     opening.write_answers(output, rows, answers, kept)
     left_out = len(rows) - len(kept)
-    notices = list(answers.notices)
+    notices = [*fitted, *answers.notices]
     if answers.probabilities and temperature is None:
         notices.append(f"the probabilities are not calibrated: {run} has no temperature that was fitted to dev rows.")
     if json:

@@ -34,7 +34,6 @@ ENGINES: dict[str, Callable[[ModelConfig], LoadedModel]] = {
 """Value of `model.engine` -> what loads a model for it; addresses of servers begin with `ADDRESS`."""
 
 _OF_TORCH = ("kind", "dtype", "device", "quantization", "placement", "untie_head", "peft", "trust_remote_code")
-"""Settings that only torch has, but for those in `_TAKES`."""
 """Settings that only torch has."""
 
 

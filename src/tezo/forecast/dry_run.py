@@ -32,7 +32,7 @@ from tezo.tasks.evaluation import Metrics, evaluate, predict
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.scoring import REWARD
 from tezo.tasks.untuned import MOST_ROWS
-from tezo.training.choices import is_rho_open, search_budget
+from tezo.training.choices import is_rho_open, search_budget, settled_options
 from tezo.training.evaluations import SAMPLE_TOKENS, check_objective, compares_with_untuned
 from tezo.training.job import Job, parameter_counts, plan, prepare
 from tezo.training.rows_of_steps import BASIS_ROWS, evaluates, is_feedback
@@ -212,7 +212,7 @@ def _memory(job: Job, before: int) -> dict[str, int]:
     factors = job.optimizer.factor_bytes
     if name in METHODS:
         job.optimizer.close()
-        options = {key: value for key, value in job.config.method.options.items() if value != AUTO and key != "targets"}
+        options = {key: value for key, value in settled_options(job.config.method).items() if key != "targets"}
         patterns = tuple(target.name for target in job.optimizer.targets)
         said = forecast(job.model, METHODS[name], targets=patterns, **options)
         kept, batch = said.kept + said.collecting, job.train[: job.config.train.rows_per_step]

@@ -51,6 +51,15 @@ ARCHITECTURES = {
 }
 """Class of transformers -> architecture in GGUF, of those whose layers have been compared with llama.cpp's names."""
 
+BIASES = {
+    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
+    "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
+}
+"""Setting of transformers -> the layers of a block that have a bias by it, as GGUF names them."""
+
+ROTATIONS = "rope_freqs.weight"
+"""The tensor with a factor for each frequency of the rotations, which is divided by it; files of Llama 3 have it."""
+
 
 def is_gguf(name: str | Path) -> bool:
     """Returns whether this is the path of a GGUF file, by its ending or its first bytes."""
@@ -112,6 +121,54 @@ def _read_header(path: str | Path) -> tuple[dict[str, Any], Any]:
         return read_gguf_metadata(str(path))[0], GgufHeader.from_file(str(path))
 
 
+def gguf_config(path: str) -> Any:
+    """Returns the configuration of the model in a file, with the biases and the rotations that its tensors say it has.
+
+    transformers reads a configuration of the metadata alone, where neither stands.
+    """
+    import gguf
+
+    config = transformers.AutoConfig.from_pretrained(path, gguf_file=path)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for setting, layers in BIASES.items():
+        there = [layer for layer in layers if f"blk.0.{layer}.weight" in tensors]
+        if hasattr(config, setting) and there and all(f"blk.0.{layer}.bias" in tensors for layer in there):
+            setattr(config, setting, True)
+    if ROTATIONS in tensors and hasattr(config, "rope_parameters"):
+        # transformers' name for frequencies that are each divided by a factor, the same for short and long texts
+        factors, longest = tensors[ROTATIONS].data.astype(float).tolist(), config.max_position_embeddings
+        own = {"short_factor": factors, "long_factor": factors, "factor": 1.0, "attention_factor": 1.0}
+        own |= {"rope_type": "longrope", "original_max_position_embeddings": longest}
+        config.rope_parameters = {**config.rope_parameters, **own}
+    return config
+
+
+def _check_all_read(path: str, model: Any, unexpected: Collection[str]) -> None:
+    """Raises a `RequestError` where llama.cpp computes with tensors of a file that the model has no parameters for.
+
+    Args:
+        path: of the file.
+        model: the model that was loaded from it.
+        unexpected: names that transformers itself could not place; it says nothing of older architectures.
+    """
+    from transformers import modeling_gguf_pytorch_utils as older
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
+    metadata, header = _read_header(path)
+    architecture, left = metadata["general.architecture"], sorted(unexpected)
+    if not is_gguf_arch_supported(architecture):
+        taken = older.get_gguf_hf_weights_map(model, older.TENSOR_PROCESSORS.get(architecture, older.TensorProcessor)())
+        left = [tensor.name for tensor in header.tensors if tensor.name not in (*taken, ROTATIONS)]
+    if model.get_output_embeddings() is None:  # of an encoder
+        left = [name for name in left if not name.startswith("output.")]
+    if left:
+        others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise RequestError(
+            f"model.name: {path} has tensors that transformers does not read ({left[0]}{others}), so torch would "
+            "compute another model than llama.cpp does; set model.engine=llama.cpp, or give the model's own folder."
+        )
+
+
 def load_gguf(
     path: str, config: Any, build: Callable[[], Any], dtype: torch.dtype | str, **options: Any
 ) -> tuple[Any, Any]:
@@ -120,6 +177,9 @@ def load_gguf(
     `path` is absolute. `build` makes the model without its weights, and is called on the meta device. `dtype` "auto" is
     that of the file where its weights are plain numbers, float32 where they are packed. `options` go to
     `from_pretrained`.
+
+    Raises:
+        RequestError: the file has tensors that this model does not take.
     """
     with torch.device("meta"):
         architecture = type(build())
@@ -130,13 +190,14 @@ def load_gguf(
     model, report = architecture.from_pretrained(
         nothing_beside, config=config, gguf_file=path, quantization_config=unpacked, dtype=dtype, **options
     )
+    _check_all_read(path, model, report["unexpected_keys"])
     model.name_or_path = model.config.name_or_path = path
     return model, report
 
 
 def gguf_tokenizer(path: str) -> tuple[Any, list[str]]:
     """Returns (the tokenizer in a file, notices on what llama.cpp does with the file and transformers does not)."""
-    metadata, header = _read_header(path)
+    metadata, _ = _read_header(path)
     split = metadata.get("tokenizer.ggml.pre")
     begins = {"add_bos_token": True} if split in _WHOLE_WORDS else {}  # what the file says comes before it
     tokenizer = transformers.PreTrainedTokenizerFast(name_or_path=str(Path(path).parent), gguf_file=path, **begins)
@@ -158,7 +219,7 @@ def gguf_tokenizer(path: str) -> tuple[Any, list[str]]:
             "GPT-2's; some texts become other tokens than in llama.cpp. The model's own folder has no such difference."
         )
     scaling = metadata.get(f"{metadata['general.architecture']}.rope.scaling.type", "none")
-    if scaling != "none" or any(tensor.name == "rope_freqs.weight" for tensor in header.tensors):
+    if scaling != "none":
         notices.append(
             "model.name: the file scales positions (RoPE), which transformers does not read from GGUF; long texts are "
             "understood less well. The model's own folder has no such difference."

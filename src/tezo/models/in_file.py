@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from tezo.models.gguf import ARCHITECTURES, GgufWeights, gguf_tokenizer, reading_once
+from tezo.models.gguf import ARCHITECTURES, GgufWeights, gguf_config, gguf_tokenizer, reading_once
 from tezo.models.identity import fingerprint
 from tezo.models.kinds import choose_kind, read_labels
 from tezo.models.loading import CLASSES, LoadedModel, loading, resolve_name, set_padding
@@ -93,7 +93,7 @@ def load_in_file(name: str) -> tuple[LoadedModel, str]:
         raise RequestError(f"model.engine is llama.cpp, which reads GGUF files, and {name} is none; give such a file.")
     with current().phase(LOADING), loading(name), reading_once():
         files = files_of(source)
-        model = _without_weights(AutoConfig.from_pretrained(source, gguf_file=source), source)
+        model = _without_weights(gguf_config(source), source)
         if type(model).__name__ not in ARCHITECTURES:
             raise RequestError(
                 f"model.engine is llama.cpp, for which layers of {', '.join(ARCHITECTURES)} have been compared, and "

@@ -27,11 +27,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from tezo.directions.bases.basis import Basis
 from tezo.directions.products import is_emulated
 from tezo.directions.targets import device_of, find_targets, frozen_notice, is_packed
-from tezo.forward.engine import Engine
+from tezo.forward.engine import HEAD, Engine
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
-from tezo.models.gguf import check_gguf_file, gguf_tokenizer, is_gguf, load_gguf, reading_once, settle_gguf
+from tezo.models.gguf import check_gguf_file, gguf_config, gguf_tokenizer, is_gguf, load_gguf, reading_once, settle_gguf
 from tezo.models.identity import Fingerprint, fingerprint
 from tezo.models.kinds import IN_MEMORY, AskedKind, CarriedLabels, Kind, choose_kind, is_unused, read_labels
 from tezo.models.local_names import ask_hub, check_no_path, hint
@@ -104,6 +105,11 @@ class LoadedModel:
     unread: str | None = None
     """Why torch cannot read some of the weights, which stay in their files, as a clause; None: it can."""
 
+    def unseen(self, basis: Basis) -> str | None:
+        """Returns why a basis cannot look at the inputs of layers, as a clause; None: it can, or does not look."""
+        is_shown = basis.watches and self.engine is not None and self.engine.watches(HEAD)
+        return self.unread if basis.data_dependent and not is_shown else None
+
     @property
     def device(self) -> torch.device:
         """The device on which the model computes."""
@@ -166,7 +172,7 @@ def load_model(
         )
     with current().phase(LOADING), loading(name, trust_remote_code), reading_once() if in_gguf else nullcontext():
         before, files = stamp(source), files_of(source)
-        config = AutoConfig.from_pretrained(source, **({"gguf_file": source} if in_gguf else trust))
+        config = gguf_config(source) if in_gguf else AutoConfig.from_pretrained(source, **trust)
         asked: AskedKind = "causal" if in_gguf and kind == "auto" else kind  # no architecture stands in such a file
         model_kind = choose_kind(asked, config.architectures or [], config)
         build = partial(CLASSES[model_kind].from_config, copy.deepcopy(config), **trust)

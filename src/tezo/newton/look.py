@@ -179,6 +179,8 @@ class LabelledRows:
 class ErrorBasis(DataBasis[Look]):
     """Inputs of linear layers that predict the errors of the outputs, and outputs that mend them; see the module."""
 
+    watches = True
+
     def compute(self, refresh_step: int, source: Source) -> Look:
         if source.rows is None:
             raise RequestError(

@@ -68,6 +68,8 @@ def last_of_blocks(layers: Sequence[Target]) -> list[Target]:
 class ProbeBasis(DataBasis[Look]):
     """The factors of a linear probe of labels, and one direction, the whole of it; see the module."""
 
+    watches = True
+
     def compute(self, refresh_step: int, source: Source) -> Look:
         if source.rows is None:
             raise RequestError(NO_OUTPUTS)

@@ -131,14 +131,14 @@ class AddedVectors:
             size: root mean square of the outputs of a layer.
             depths: number of layers at which vectors are measured, at most.
         """
-        last_MC = self._measured(targets[-1], size(targets[-1].name), self._tokens[0], is_last=True)
+        last_MC = self.measured(targets[-1], size(targets[-1].name), self._tokens[0], is_last=True)
         acting = self._acting(targets, last_MC)
         others = [torch.zeros_like(last_MC)] * (len(self._tokens) - 1)
         found = {len(acting) - 1: torch.stack([last_MC, *others])}
         for depth in range(1, depths):
             place = (len(acting) - 1) * (depths - 1 - depth) // (depths - 1)
             if place not in found:
-                of_tokens = [self._measured(acting[place], size(acting[place].name), each) for each in self._tokens]
+                of_tokens = [self.measured(acting[place], size(acting[place].name), each) for each in self._tokens]
                 found[place] = torch.stack(of_tokens)
 
         def nearest(place: int) -> int:
@@ -146,7 +146,7 @@ class AddedVectors:
 
         return ClassVectors({target.name: found[nearest(place)] for place, target in enumerate(acting)})
 
-    def _measured(self, target: Target, size: float, tokens: Tokens, *, is_last: bool = False) -> Tensor:
+    def measured(self, target: Target, size: float, tokens: Tokens, *, is_last: bool = False) -> Tensor:
         """Returns S (M, C), one vector for each class, which raises its score by 1: float64.
 
         A random vector n_p is added to the output of a layer in the row of each example, `NUDGES` in all; d_p is the

@@ -1,7 +1,8 @@
 """The settings that a request leaves open: each choice a value and its reason, made once, in this order.
 
 1. `choose_dtype`, `choose_columns`: the data type of the base and the columns of the rows, as they were found.
-2. `choose_method`: by the model, the rows, the objective and the number of processes, never by what else is set.
+2. `choose_method`: by the model, the rows, the objective and the number of processes, never by what else is set. A
+   basis with it, where the method's own cannot look at the layers of the model.
 3. `choose_size`: rows of a step, its schedule, and the number of steps, by the method and the number of rows.
 4. `choose_rank`: the rank of a method that leaves it open, by the number of labels.
 5. `choose_directions`: shared by the rows of a batch or per example, by whether the model can have the latter.
@@ -21,8 +22,11 @@ from typing import Any, Generic, TypeVar, get_args
 
 import torch
 
+from tezo.directions.bases.basis import Basis
 from tezo.directions.targets import is_packed
 from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS, Method, method
+from tezo.methods.bases import find_basis
+from tezo.models.loading import LoadedModel
 from tezo.newton.labels import rank_for
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.estimators.estimate import FEEDBACK
@@ -39,7 +43,7 @@ from tezo.tasks.row_files import DataConfig
 from tezo.tasks.rows import Format
 from tezo.tasks.scoring import REWARD
 from tezo.training.rows_of_steps import KEYS, Rows, default_counts, is_feedback, planned
-from tezo.training.settings import Config, TrainConfig
+from tezo.training.settings import Config, MethodConfig, TrainConfig
 
 O = TypeVar("O", bound=BaseOptimizer)  # noqa: E741
 
@@ -76,6 +80,8 @@ ROUNDED_RHO = 3e-3
 """The first where it rounds its losses: packed, or in half precision."""
 ROUNDED_BITS = 64
 """Bound of the rounding error of a loss on a CPU, in units of the last place of its dtype."""
+RANDOM = "gaussian"
+"""The basis of random directions, which looks at nothing."""
 REWARD_RHO = 1e-2
 """For a reward, where nothing is measured."""
 
@@ -204,21 +210,23 @@ DEFAULTS = {
 }
 
 
-def choose_method(config: Config, kind: str, *, learns_outputs: bool) -> list[Choice]:
+def choose_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool) -> list[Choice]:
     """Returns the method in the place of "auto", by what is tuned, on what and for what.
 
     1. A model that is not causal, or has an adapter of PEFT: head-feedback.
     2. A reward: es.
     3. A metric, or rows that neither share their labels nor are free text for the last layer: head-feedback.
     4. The loss, in several processes, which share rows by default: head-feedback.
-    5. The loss otherwise: gauss-newton.
+    5. The loss of a model whose layers gauss-newton cannot look at: head-feedback.
+    6. The loss otherwise: gauss-newton.
 
     (docs/experiments.md has the last on a model of 135M parameters and on small ones, docs/rewards.md the second.) No
-    option of a method and no setting of the loop counts. What the method has of them is taken.
+    option of a method and no setting of the loop counts. What the method has of them is taken. Where the method cannot
+    look at layers by its own basis, it has the basis gaussian, whose directions are random.
 
     Args:
         config: of the request.
-        kind: of the model.
+        loaded: the model.
         learns_outputs: whether the rows share their labels, or are free text that the last layer can be fitted to.
 
     Raises:
@@ -226,16 +234,31 @@ def choose_method(config: Config, kind: str, *, learns_outputs: bool) -> list[Ch
     """
     if config.method.name != AUTO:
         return []
-    name, why = _default_method(config, kind, learns_outputs=learns_outputs)
+    name, why = _default_method(config, loaded, learns_outputs=learns_outputs)
     check_options(config, name)
-    return [Choice("method.name", name, why or _on_rate(config, name))]
+    found = [Choice("method.name", name, why or _on_rate(config, name))]
+    unseen = loaded.unseen(_own_basis(name))
+    if unseen is not None and "basis" not in config.method.options:
+        found.append(
+            Choice(
+                "method.basis",
+                RANDOM,
+                f"method.basis is {RANDOM}, because {name} looks at inputs of layers by its own basis, for which torch "
+                f"needs the weights, and {unseen}.",
+            )
+        )
+    return found
 
 
-def _default_method(config: Config, kind: str, *, learns_outputs: bool) -> tuple[str, str]:
+def _own_basis(name: str) -> Basis:
+    return find_basis(method(name).defaults()["basis"])
+
+
+def _default_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool) -> tuple[str, str]:
     """Returns (the name of the default, why it is not the usual one of such rows; "" where it is)."""
     train, peft = config.train, config.model.peft
     usual = ES if train.objective == REWARD else GAUSS_NEWTON if learns_outputs else HEAD_FEEDBACK
-    if kind != "causal" or usual == HEAD_FEEDBACK:
+    if loaded.kind != "causal" or usual == HEAD_FEEDBACK:
         return HEAD_FEEDBACK, ""
     if peft != "none":
         return _instead(f"model.peft is {peft}, and the adapter is tuned", f"without one {DEFAULTS[usual]}")
@@ -248,6 +271,10 @@ def _default_method(config: Config, kind: str, *, learns_outputs: bool) -> tuple
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         way = f"`--method {usual} --set train.parallel=directions` shares its directions"
         return _instead(f"{usual} does not share rows among processes", f"in one process {DEFAULTS[usual]}. {way}")
+    if loaded.unseen(_own_basis(usual)) is not None:
+        return _instead(
+            f"{usual} looks at inputs of layers, which cannot be seen here", f"where they can be, {DEFAULTS[usual]}"
+        )
     return usual, ""
 
 
@@ -277,6 +304,15 @@ def check_options(config: Config, name: str) -> None:
 def takes_auto(kind: Any) -> bool:
     """Returns whether an option of this type may be "auto"."""
     return AUTO in (kind, *get_args(kind)) or any(map(takes_auto, get_args(kind)))
+
+
+def settled_options(given: MethodConfig) -> dict[str, Any]:
+    """Returns the options of a method without those that are "auto", which a run chooses or has at their defaults.
+
+    Of any other option "auto" is a value, which the method refuses.
+    """
+    types_of = method(given.name).options()
+    return {key: value for key, value in given.options.items() if value != AUTO or not takes_auto(types_of[key])}
 
 
 def _takes(types_of: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
@@ -362,7 +398,7 @@ def choose_directions(
     if not apart or rows is None or rows.share_directions:
         return [Choice("method.directions", SHARED)]
     found, trial = config.with_options(directions=PER_EXAMPLE), None
-    cheap = {"rank": 1, "basis": "gaussian", "lr": 0.0}
+    cheap = {"rank": 1, "basis": RANDOM, "lr": 0.0}
     try:
         trial = build(found.with_options(**{key: value for key, value in cheap.items() if key in chosen.options()}))
         trial.unperturbed_loss = math.inf  # the steps of the run say what this one would

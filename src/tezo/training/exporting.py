@@ -34,6 +34,7 @@ from tezo.tasks.row_files import DataConfig
 from tezo.training.job import load
 from tezo.training.opening import (
     check_result,
+    fitted_to,
     measure_rows,
     open_base,
     open_tuned,
@@ -241,6 +242,7 @@ def export_whole(run: Path, output: Path, *, model: str | None = None, keep_tune
 def _losses(run: Path, config: Config, loaded: LoadedModel, written: Path) -> tuple[str, tuple[float, float]]:
     """Returns (rows in words, losses of the base with the adapter and of a file that has it packed in)."""
     rows, source, _ = rows_to_measure(run, config, None)
+    config, _ = fitted_to(run, config, rows)
     tuned = open_tuned(run, config, loaded)
     try:
         with_adapter, _ = measure_rows(config, tuned.loaded, rows)

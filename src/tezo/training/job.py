@@ -16,7 +16,7 @@ from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
 from tezo.forward.engine import Engine
 from tezo.forward.interception import DirectReads
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
-from tezo.methods import AUTO, BASELINES, ES, HEAD_FEEDBACK, METHODS, method
+from tezo.methods import BASELINES, ES, HEAD_FEEDBACK, METHODS, method
 from tezo.models.kinds import ADDRESS, IN_MEMORY, engine_kind, is_unused
 from tezo.models.loading import SETTLED, LoadedModel, check_head_not_tied
 from tezo.models.local_names import working_folder
@@ -48,6 +48,7 @@ from tezo.training.choices import (
     choose_method,
     choose_size,
     resolve,
+    settled_options,
 )
 from tezo.training.rows_of_steps import (
     BASIS_ROWS,
@@ -90,11 +91,11 @@ def parameter_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def check_readable(optimizer: BaseOptimizer, loaded: LoadedModel) -> None:
     """Raises a `RequestError` where directions are of inputs that torch would have to compute with unread weights."""
-    looks = isinstance(optimizer, ZerothOrderOptimizer) and optimizer.basis.data_dependent
-    if loaded.unread is not None and looks:
+    why_not = loaded.unseen(optimizer.basis) if isinstance(optimizer, ZerothOrderOptimizer) else None
+    if why_not is not None:
         raise RequestError(
-            f"it looks at inputs of layers, for which torch reads the folder's weights, and {loaded.unread}; choose a "
-            "method that does not look, such as tezo, or give a folder with weights in full."
+            f"it looks at inputs of layers, for which torch needs the weights, and {why_not}; leave method.name out, "
+            "set method.basis=gaussian, or give a model with weights that torch reads."
         )
 
 
@@ -277,6 +278,7 @@ class Job:
         rows_as_read: the shape of the rows and the first of them as the model reads it, in words, for the screen.
         notices: what the user should know before the start: cuts, label words that are alike, parameters left out,
             held-out rows.
+        text_found: whether the field of the text was found in the rows, and not named by the request.
     """
 
     config: Config
@@ -294,6 +296,7 @@ class Job:
     untrained: tuple[str, ...] = ()
     reward: Reward | None = None
     rows_as_read: tuple[str, ...] = ()
+    text_found: bool = False
     notices: tuple[str, ...] = field(default=())
 
     @property
@@ -346,11 +349,11 @@ def prepare(
     choices.add(choose_dtype(config, loaded.dtype))
     form = make_format(choices.config.data, loaded, splits.train)
     if form.options:  # how their rows are divided depends on the method
-        choices.add(choose_method(choices.config, loaded.kind, learns_outputs=True))
+        choices.add(choose_method(choices.config, loaded, learns_outputs=True))
     used = _encode(choices.config, loaded, splits, form, reward)
     if not form.options:
         learns_outputs = used.is_text and fits_text(loaded.model)
-        choices.add(choose_method(choices.config, loaded.kind, learns_outputs=learns_outputs))
+        choices.add(choose_method(choices.config, loaded, learns_outputs=learns_outputs))
     config = choices.config
     _check_objective(config, learns_labels=bool(used.format.options))
     untrained = _untrained(loaded, used.objective, used.train)
@@ -416,6 +419,7 @@ def prepare(
         untrained=tuple(untrained),
         reward=reward,
         rows_as_read=used.as_read,
+        text_found=found.config.data.text != config.data.text,
         notices=(
             *reward_notice(reward),
             *used.notices,
@@ -534,7 +538,7 @@ def _untrained(loaded: LoadedModel, objective: Objective, train: Sequence[Encode
 
 def make_optimizer(config: Config, loaded: LoadedModel, untrained: Collection[str]) -> BaseOptimizer:
     """The method of a configuration on a model; `untrained` parameters are left alone."""
-    options = {key: value for key, value in config.method.options.items() if value != AUTO}
+    options = settled_options(config.method)
     if config.model.peft != "none":
         options.setdefault("targets", (ALL,))
     wanted = method(config.method.name)
@@ -584,7 +588,7 @@ def build_method(config: Config, model: Any, seed: int) -> ZerothOrderOptimizer:
             "model has been tuned by another trainer, run or optimizer, whose change is not in the weights; call that "
             "one's merge() to keep it, or close() to drop it."
         )
-    options = {key: value for key, value in config.method.options.items() if value != AUTO}
+    options = settled_options(config.method)
     chosen = METHODS[config.method.name]
     adapted = getattr(model, "peft_config", None) is not None
     targets = options.pop("targets", (ALL,) if adapted else chosen.defaults()["targets"])

@@ -5,7 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from tezo.models.loading import LoadedModel
 from tezo.models.local_names import hint, is_gone
 from tezo.models.lora import attach_adapter, leave_attached, load_adapter, merge_adapter
 from tezo.models.peft import open_adapter
+from tezo.optim.settings import RESOLVED
 from tezo.runs.files import MANIFEST, check_complete, check_manifest, resume_line_of
 from tezo.runs.folder import ADAPTER, CONFIG, LOG, MODEL, SUMMARY, read_summary
 from tezo.runs.step_log import read_header
@@ -25,11 +26,12 @@ from tezo.tasks.evaluation import Metrics, checked_scores, likeliest, measure, p
 from tezo.tasks.examples import Row
 from tezo.tasks.notices import token_notices
 from tezo.tasks.rewards import GAPS
+from tezo.tasks.row_files import DataConfig
 from tezo.tasks.scoring import REWARD, Score
 from tezo.tasks.setup import make_format, make_objective
 from tezo.tasks.splits import NO_ROWS, digest_of, rows_to_report
 from tezo.training.job import load, make_reward
-from tezo.training.resume import with_dtype_of
+from tezo.training.resume import TEXT, with_dtype_of
 from tezo.training.settings import Config, overlay, parse_config, read_run_config, with_absolute_paths
 
 STANDARD = "-"
@@ -231,6 +233,29 @@ def rows_to_measure(name: str | Path, config: Config, file: str | None) -> tuple
         if header["reported_rows"] != digest_of(rows):
             return rows, source, [f"the rows of {source} are not those that the figures of the run are of."]
     return rows, source, []
+
+
+def fitted_to(name: str | Path, config: Config, rows: Sequence[Row]) -> tuple[Config, list[str]]:
+    """Returns (the configuration with which rows are read, notices for the user).
+
+    Where a run has found the field of its texts, and these rows have none of that name, theirs is found anew. A field
+    or a template that the user named stays.
+
+    Args:
+        name: a run folder, or a base model.
+        config: of it, with settings laid over it.
+        rows: to evaluate or to answer.
+    """
+    text = config.data.text
+    if not is_run(name) or config.data.template is not None or any(row.column(text) is not None for row in rows):
+        return config, []
+    header = read_header(Path(name) / LOG)
+    check_complete(header)
+    of_run = read_run_config(Path(name) / CONFIG, []).data.text
+    if header["sources"].get(TEXT) != RESOLVED or text != of_run:
+        return config, []
+    found_anew = replace(config, data=replace(config.data, text=DataConfig.text))
+    return found_anew, [f"these rows have no field {text!r}, where the run found its texts; theirs is found anew."]
 
 
 def measure_rows(

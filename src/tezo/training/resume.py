@@ -21,7 +21,7 @@ from tezo.models.loading import DTYPES, LoadedModel
 from tezo.models.local_names import is_gone
 from tezo.models.saving import save_result
 from tezo.optim.base_optimizer import BaseOptimizer
-from tezo.optim.settings import SOURCES, Setting, Settings
+from tezo.optim.settings import RESOLVED, SOURCES, Setting, Settings
 from tezo.runs.environment import versions
 from tezo.runs.files import FactorFiles, check_complete, check_manifest, check_place, check_rows, check_settings
 from tezo.runs.folder import LOG, ResumeState, RunFolder
@@ -38,11 +38,12 @@ from tezo.tasks.rewards import Reward, RewardRows, sample_of
 from tezo.tasks.scorer_identity import difference
 from tezo.tasks.scoring import REWARD, Sample
 from tezo.tasks.splits import Splits
-from tezo.training.choices import RESOLVED_AT_START, Choices, check_options, choose_size
+from tezo.training.choices import RANDOM, RESOLVED_AT_START, Choices, check_options, choose_size
 from tezo.training.job import Job, load_for_tuning, make_optimizer
 from tezo.training.settings import (
     PATHS,
     Config,
+    MethodConfig,
     absolute_setting,
     dump_config,
     overlay,
@@ -69,17 +70,20 @@ NUM_STEPS = ("train.steps", "train.epochs")
 
 
 BACK = "put it back, or give another output"
+TEXT = "data.text"
+"""Key of the field with the text, in the sources of a log's header too."""
 
 
 def log_header(job: Job) -> dict[str, Any]:
     """Returns JSON for the head of a step log: with the base model, all that its steps are taken again from."""
     reward = {} if job.reward is None else {"reward": job.reward.identity.to_json()}
+    sources = {name: setting.source for name, setting in job.optimizer.settings.items()}
     return {
         **reward,
         "directions": job.optimizer.num_directions,
         "kinds": list(job.optimizer.rules),
         "config": json.loads(json.dumps(to_tree(job.config))),  # tuples become lists, as JSON has them
-        "sources": {name: setting.source for name, setting in job.optimizer.settings.items()},
+        "sources": sources | ({TEXT: RESOLVED} if job.text_found else {}),
         "untrained": list(job.untrained),
         "model": dict(job.loaded.fingerprint),
         "rows": hash_of([row.sequences for row in job.train]),
@@ -143,7 +147,7 @@ def with_choices_of(begun: LogContents, asked: Config) -> Config:
     check_complete(begun.header)
     asked = with_dtype_of(begun.header, asked)
     before = parse_config(untrusted_tree(begun.header["config"]))
-    asked = _with_name_of(before.method.name, asked)
+    asked = _with_method_of(before.method, asked)
     if before.method.name != asked.method.name:
         return asked  # another run, which `check_same` will refuse
     chosen, train = method(asked.method.name), asked.train
@@ -218,12 +222,17 @@ def with_sources_of(begun: Mapping[str, Any], settings: Mapping[str, Setting]) -
     )  # fmt: skip
 
 
-def _with_name_of(name: str, asked: Config) -> Config:
-    """Returns the configuration with the method that a run chose by itself; `RequestError` if it lacks an option."""
+def _with_method_of(begun: MethodConfig, asked: Config) -> Config:
+    """Returns the configuration with the method that a run chose by itself, and the basis that it chose with it.
+
+    Raises:
+        RequestError: the method lacks an option that is asked for.
+    """
     if asked.method.name != AUTO:
         return asked
-    check_options(asked, name)
-    return replace(asked, method=replace(asked.method, name=name))
+    check_options(asked, begun.name)
+    chosen = {"basis": RANDOM} if begun.options.get("basis") == RANDOM else {}
+    return replace(asked, method=MethodConfig(name=begun.name, options=chosen | asked.method.options))
 
 
 def check_unchanged(ended: Config, asked: Config, stepped: int | None = None) -> None:
@@ -231,7 +240,7 @@ def check_unchanged(ended: Config, asked: Config, stepped: int | None = None) ->
 
     `stepped` is the number of rows that its steps were taken on, which no batch has more of.
     """
-    asked = _with_name_of(ended.method.name, asked)
+    asked = _with_method_of(ended.method, asked)
     size = asked.train.batch_size
     if size is not None and stepped is not None:
         asked = replace(asked, train=replace(asked.train, batch_size=min(size, stepped)))

@@ -30,6 +30,7 @@ from tezo.training.job import with_reward
 from tezo.training.opening import (
     TunedModel,
     answer_rows,
+    fitted_to,
     measure_rows,
     open_model,
     open_tuned,
@@ -154,9 +155,10 @@ class Run:
                 rows, _, changed = rows_to_measure(self.folder, self.config, None)
             else:
                 rows = reported_rows(self._rows, make_format(settings, loaded, self._rows.train), settings, seed)
-            config, score = with_reward(self.config, self._reward if reward is None else as_scorer(reward))
+            fitted, told = fitted_to(self.folder, self.config, rows)
+            config, score = with_reward(fitted, self._reward if reward is None else as_scorer(reward))
             metrics, notices = measure_rows(config, loaded, rows, score=score)
-        _warn([*changed, *notices])
+        _warn([*changed, *told, *notices])
         return metrics
 
     def predict(self, rows: Rows, *, max_new_tokens: int | None = None) -> list[str]:
@@ -171,8 +173,10 @@ class Run:
         """
         most = coerce("max_new_tokens", max_new_tokens, int | None)
         with quieted(not self.progress), showing(self.progress):
-            found = answer_rows(self.config, self.loaded, rows_of(rows, "rows"), most)
-        _warn(found.notices)
+            read = rows_of(rows, "rows")
+            config, told = fitted_to(self.folder, self.config, read)
+            found = answer_rows(config, self.loaded, read, most)
+        _warn([*told, *found.notices])
         return found.texts
 
     def probabilities(self, rows: Rows) -> list[dict[str, float]]:
@@ -188,10 +192,12 @@ class Run:
         """
         with quieted(not self.progress), showing(self.progress):
             temperature = temperature_of_run(self.folder)
-            found = answer_rows(self.config, self.loaded, rows_of(rows, "rows"), 1, temperature=temperature)
+            read = rows_of(rows, "rows")
+            config, told = fitted_to(self.folder, self.config, read)
+            found = answer_rows(config, self.loaded, read, 1, temperature=temperature)
         if not found.probabilities:
             raise RequestError("the answers of this run are free text, which has no probability; use predict().")
-        _warn(found.notices)
+        _warn([*told, *found.notices])
         return found.probabilities
 
     def export(self, folder: str | Path, form: str = LORA) -> Path:

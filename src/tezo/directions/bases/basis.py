@@ -130,6 +130,8 @@ class Basis(ABC):
 
     data_dependent = False
     """Whether factors are computed from data; such factors are saved with a run."""
+    watches = False
+    """Whether it looks into layers by a watcher alone, to which an engine may show them where torch computes none."""
 
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
         """Takes, once, the matrices to be tuned and the rank of each by name."""

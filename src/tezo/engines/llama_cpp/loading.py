@@ -105,7 +105,8 @@ def load_by_file(path: str) -> LoadedModel:
                 f"model.name: llama.cpp takes a change of no layer of {path} ({architecture}); give another file."
             )
     current().watch(stub)
-    return LoadedModel(stub, tokenizer, "causal", made, tuple(notices), engine=engine, files=files)
+    unread = f"llama.cpp alone reads those of {path}"
+    return LoadedModel(stub, tokenizer, "causal", made, tuple(notices), engine=engine, files=files, unread=unread)
 
 
 def _check(header: GgufHeader) -> None:
