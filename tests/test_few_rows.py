@@ -1,4 +1,4 @@
-"""Few labelled rows: all are learnt from, in two steps, and no few dev rows choose."""
+"""Few labelled rows: all are learnt from, in one step, and no few dev rows choose."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_all_of_few_rows_are_looked_at_and_stepped_on_and_no_row_judges(tmp_path
     job = job_of(tmp_path, count)
     assert len(job.train) == count and not job.dev and job.held_out is None
     train = job.config.train
-    assert (train.num_steps, train.guard, train.rows_per_step) == (2, False, count)
+    assert (train.num_steps, train.guard, train.rows_per_step) == (1, False, count)
     assert any(f"all {count} training rows are learnt from" in notice for notice in job.notices)
     seen = job.optimizer._rows(1, 1024)
     assert len(seen.outputs().labels_T) == seen.stepped == count
@@ -74,7 +74,7 @@ def test_other_rows_are_held_out_as_ever(tmp_path, case, train, dev):
     assert (len(job.train), len(job.dev)) == (train, dev)
     is_few = case["count"] <= MOST_FEW and dev < 32 and case.get("method") is None and case.get("rows") is None
     assert (job.config.train.guard is False) == is_few
-    assert (job.config.train.num_steps == 2) == is_few
+    assert (job.config.train.num_steps == 1) == is_few
     if case.get("method") is None and case.get("rows") is None:
         assert (job.held_out is None) == is_few
     job.optimizer.close()
@@ -103,4 +103,4 @@ def test_a_run_of_few_rows_keeps_its_last_step(tmp_path):
     rows, model = label_rows(60, seed=1), model_folder(tmp_path, "llama")
     run = tezo.train(str(model), rows[:24], test=rows[24:], output=tmp_path / "run", progress=False)
     assert run.summary["rows"] == {"train": 24, "dev": 0, "test": 36}
-    assert run.summary["kept_step"] == run.summary["steps"] == 2
+    assert run.summary["kept_step"] == run.summary["steps"] == 1

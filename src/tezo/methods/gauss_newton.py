@@ -45,7 +45,7 @@ def gauss_newton(
     basis `gaussian`, whose tau_j are drawn; K is `num_directions` then. The step is the minimum of a convex model of
     the loss. It is shortened where the real loss is not that of the model, or where the loss of dev rows is lower
     before its end (`tezo.newton.step`). `lr` is the part of it that is taken. A run without dev rows has other
-    labelled rows for refreshes than for steps, unless they are few: then both have all, in two steps.
+    labelled rows for refreshes than for steps, unless they are few: then both have all, in one step.
 
     The closure must be one of `tezo.closure`, or another `tezo.optim.closures.RowOutputs`. Without `optimizer.set_rows`
     a refresh has only the rows of its step.

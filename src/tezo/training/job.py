@@ -360,7 +360,7 @@ def prepare(
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
     is_few = _learns_few(config, used)
     if is_few:
-        choices.add(choose_for_few(config.train, method(config.method.name)))
+        choices.add(choose_for_few(config.train))
         config = choices.config
     looked, stepped = looked_and_stepped(config, len(used.train), judged=bool(used.dev) or is_few)
 
