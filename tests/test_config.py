@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tezo.methods import METHODS, Rate
+from tezo.methods import METHODS, Count, Rate
 from tezo.models.kinds import ModelConfig
 from tezo.system.errors import RequestError
 from tezo.tasks.row_files import DataConfig
@@ -32,6 +32,8 @@ def samples(kind: Any) -> tuple[list[Any], list[Any]]:
     kind = plain(kind)
     if kind == Rate:
         return [0.25, "auto"], samples(float)[1]
+    if kind == Count:
+        return [3, "auto"], samples(int)[1]
     if get_origin(kind) is Literal:
         return list(get_args(kind)), ["no such choice", 7, ["auto"]]
     if get_origin(kind) is dict:

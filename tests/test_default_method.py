@@ -84,6 +84,8 @@ def test_many_labels_have_a_rank_with_a_column_for_each_contrast(home, tmp_path,
     assert job.optimizer.settings["rank"].source == RESOLVED
     layout = Layout.of(labels, 2, rank, 1000)
     assert (layout.contrasts == labels - 1) == (labels < 40)
+    left = chosen(parse_config(config | {"method": {"rank": "auto"}}))
+    assert (left.config.method.options["rank"], left.optimizer.settings["rank"].source) == (rank, RESOLVED)
     own = chosen(parse_config(config | {"method": {"name": "gauss-newton", "rank": 5}}))
     assert own.config.method.options["rank"] == 5 and own.optimizer.settings["rank"].source == GIVEN
 

@@ -81,7 +81,7 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
     """
     defaults = method.defaults()
     if "rank" in defaults:
-        options.setdefault("rank", defaults["rank"] or defaults["max_rank"])
+        options.setdefault("rank", method.default_in_python("rank") or defaults["max_rank"])
     basis = find_basis(options.get("basis", defaults.get("basis", "gaussian")))
     if "basis" in defaults:
         options["basis"] = "gaussian"  # a data-dependent basis keeps as much between steps, but there is no data here

@@ -40,6 +40,7 @@ from tezo.optim.base_optimizer import BaseOptimizer as BaseOptimizer
 from tezo.optim.first_order import FirstOrderOptimizer as FirstOrderOptimizer
 from tezo.optim.method import AUTO as AUTO
 from tezo.optim.method import FORWARD_PASSES as FORWARD_PASSES
+from tezo.optim.method import Count as Count
 from tezo.optim.method import Method as Method
 from tezo.optim.method import Rate as Rate
 from tezo.optim.optimizer import ZerothOrderOptimizer
@@ -136,14 +137,14 @@ def method(name: str) -> Method[BaseOptimizer]:
 def options_by(name: str) -> dict[str, Any]:
     """Option -> annotated type, for all options that may be set beside a method's name.
 
-    Beside "auto" they are those of any zeroth-order method: which one it will be is not known. Of a name that several
-    have the first in `METHODS` gives the type, and the method that is chosen may refuse a value.
+    Beside "auto" they are those of any zeroth-order method: which one it will be is not known. An option takes what one
+    of them takes, and the method that is chosen may refuse a value.
     """
     if name != AUTO:
         return method(name).options()
     found: dict[str, Any] = {}
     for each in METHODS.values():
-        found = each.options() | found
+        found |= {key: found.get(key, kind) | kind for key, kind in each.options().items()}
     return found
 
 

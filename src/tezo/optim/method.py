@@ -15,7 +15,9 @@ AUTO = "auto"
 (`tezo.optim.learning_rate`); of rho, a scale that is measured (`tezo.optim.measured_scale`); of directions, those of
 each example where the rows allow it; of rank, one by the number of labels."""
 Rate = float | Literal["auto"]
-"""Type of lr and rho in a recipe; any number that a run chooses may be "auto". Methods are built with numbers."""
+"""Type of lr and rho in a recipe; methods are built with numbers."""
+Count = int | Literal["auto"]
+"""Likewise of rank."""
 FORWARD_PASSES = "forward passes"
 
 
@@ -74,7 +76,7 @@ class Method(Generic[T]):
         kinds = {name: kind for name, (kind, _) in options_of(self.build).items()}
         if "directions" in kinds:
             kinds |= {"lr": Rate, "rho": Rate, "directions": Literal["auto", "shared", "per-example"]}
-        kinds |= {name: kinds[name] | Literal["auto"] for name in self.chosen if kinds[name] in (float, int)}
+        kinds |= {name: {float: Rate, int: Count}.get(kinds[name], kinds[name]) for name in self.chosen}
         return {name: kind for name, kind in kinds.items() if name != "seed"}
 
     def defaults(self) -> dict[str, Any]:

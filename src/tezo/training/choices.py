@@ -311,10 +311,10 @@ def takes_auto(kind: Any) -> bool:
 def settled_options(given: MethodConfig) -> dict[str, Any]:
     """Returns the options of a method without those that are "auto", which a run chooses or has at their defaults.
 
-    Of any other option "auto" is a value, which the method refuses.
+    Of any other option that the method has "auto" is a value, which it refuses.
     """
-    types_of = method(given.name).options()
-    return {key: value for key, value in given.options.items() if value != AUTO or not takes_auto(types_of[key])}
+    takes_others = {key for key, kind in method(given.name).options().items() if not takes_auto(kind)}
+    return {key: value for key, value in given.options.items() if value != AUTO or key in takes_others}
 
 
 def _takes(types_of: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

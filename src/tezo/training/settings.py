@@ -509,7 +509,7 @@ class Options(TypedDict, total=False):
     antithetic: bool
     num_directions: int
     targets: Sequence[str]
-    rank: int | None
+    rank: int | Literal["auto"] | None
     rank_rule: Literal["ratio", "energy"]
     rank_threshold: float
     max_rank: int
