@@ -5,6 +5,7 @@ import torch
 from folders import completion_rows, label_rows, model_folder, write_rows
 
 import tezo
+from tezo.methods import METHODS
 from tezo.tasks.splits import are_few
 from tezo.training.job import prepare
 from tezo.training.rows_of_steps import looked_and_stepped
@@ -91,6 +92,23 @@ def test_a_guard_that_is_asked_for_and_steps_that_are_given_stay(tmp_path):
     looked, stepped = looked_and_stepped(job.config, 28, judged=True)
     assert looked == stepped == range(28)
     job.optimizer.close()
+
+
+def test_steps_of_some_of_few_rows_are_as_many_as_ever(tmp_path):
+    write_rows(tmp_path / "test.jsonl", label_rows(20, seed=4))
+    files = {"train": str(write_rows(tmp_path / "rows.jsonl", label_rows(40))), "test": str(tmp_path / "test.jsonl")}
+    model = {"name": str(model_folder(tmp_path, "llama"))}
+    job = prepare(parse_config({"model": model, "data": files, "train": {"batch_size": 8}}))
+    assert (job.config.train.num_steps, job.config.train.rows_per_step) == (METHODS["gauss-newton"].steps, 8)
+    job.optimizer.close()
+
+
+def test_a_run_that_took_no_step_says_so(tmp_path):
+    rows = [{"text": "the same text", "label": label} for label in ("good", "bad")] * 12
+    model = str(model_folder(tmp_path, "llama"))
+    run = tezo.train(model, rows, test=rows, rank=1, output=tmp_path / "run", progress=False)  # no column is a bias
+    assert run.summary["idle_steps"] == run.summary["steps"] == 1
+    assert "No step was taken" in run.summary["verdict"]
 
 
 def test_a_probe_of_few_rows_is_one_step(tmp_path):

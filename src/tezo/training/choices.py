@@ -333,8 +333,11 @@ def _on_rate(config: Config, name: str) -> str:
 
 
 def choose_for_few(train: TrainConfig) -> list[Choice]:
-    """Returns a number of steps, and that the run does not go back: no dev rows tell which of its states is best."""
-    is_open = train.steps is None and train.epochs is None
+    """Returns a number of steps, and that the run does not go back: no dev rows tell which of its states is best.
+
+    A step of all rows has a number. Where a request says how many rows a step has, the method's is left.
+    """
+    is_open = train.steps is None and train.epochs is None and train.batch_size is None
     found = [Choice("train.steps", FEW_STEPS)] if is_open else []
     return [*found, Choice("train.guard", False)] if train.guard is None else found
 

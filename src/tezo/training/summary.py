@@ -30,6 +30,7 @@ from tezo.training.stopping import ENDED, IDLE
 
 LEAST_GAIN = 1e-3
 """Relative decrease of the loss (increase of the reward) below which a run is called hardly better."""
+NOT_TAKEN = "No step was taken: none was expected to lower the loss of rows that it is not fitted to."
 FEW_ROWS = 100
 WAYS_FROM_ALIKE = (
     "give partial credit, more prompts (train.batch_size), train.temperature above 0, or a larger method.rho"
@@ -115,7 +116,8 @@ def _after_no_gain(summary: Mapping[str, Any], lr: float, *, rewarded: bool) -> 
         return f"In {summary['idle_steps']} of {summary['steps']} steps all models scored alike: {WAYS_FROM_ALIKE}."
     count = summary["rows"]["train"]
     if method(summary["method"]).takes_outputs:  # it has no rate
-        return f"Give more rows than {count}, or try method.name={HEAD_FEEDBACK}."
+        not_taken = f"{NOT_TAKEN} " if summary["idle_steps"] == summary["steps"] else ""
+        return f"{not_taken}Give more rows than {count}, or try method.name={HEAD_FEEDBACK}."
     few = f" {count} training rows may be too few, too." if count < FEW_ROWS else ""
     another = f"another rate (it was {lr:.1e}), " + ("a larger method.rho," if rewarded else "such as --lr auto,")
     return f"Try {another} or more steps than {summary['steps']}.{few}"
