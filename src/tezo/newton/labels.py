@@ -34,13 +34,13 @@ RIDGES = (0.1, 0.3, 1.0, 3.0, 10.0)
 BIASED = 0.1
 """S is measured anew where a bias for each label would lower the loss by more than this part."""
 RANK, MOST_RANK = 16, 64
-"""Columns by default, and at most where there are many labels. Chosen on recorded inputs of training rows of 32 kinds
-of TREC: of other rows 62, 69 and 71 % were right with 16, 32 and 64 columns and 8 rows of a label, and 70, 77 and 78 %
-with 16 rows."""
+"""Columns by default, and at most where there are many labels. Chosen by trials that are not committed, on recorded
+inputs of training rows of 32 kinds of TREC: of other rows 62, 69 and 71 % were right with 16, 32 and 64 columns and 8
+rows of a label, and 70, 77 and 78 % with 16 rows."""
 PLACES_OF_A_DIRECTION = 16
-"""Columns of B have directions of their own where there are so many places for each direction. Chosen on recorded
-inputs of training rows: with 8 rows of a label the loss of other rows of TREC was 0.98 without them and 1.19 with
-them, with 64 rows 0.486 and 0.470."""
+"""Columns of B have directions of their own where there are so many places for each direction. Chosen by trials that
+are not committed, on recorded inputs of training rows: with 8 rows of a label the loss of other rows of TREC was 0.98
+without them and 1.19 with them, with 64 rows 0.486 and 0.470."""
 
 
 def rank_for(labels: int) -> int:

@@ -17,7 +17,7 @@ each example where the rows allow it; of rank, one by the number of labels."""
 Rate = float | Literal["auto"]
 """Type of lr and rho in a recipe; methods are built with numbers."""
 Count = int | Literal["auto"]
-"""Likewise of rank."""
+"""Type of a rank in a recipe that a run may choose."""
 FORWARD_PASSES = "forward passes"
 
 

@@ -335,7 +335,7 @@ def _on_rate(config: Config, name: str) -> str:
 def choose_for_few(train: TrainConfig) -> list[Choice]:
     """Returns a number of steps, and that the run does not go back: no dev rows tell which of its states is best.
 
-    A step of all rows has a number. Where a request says how many rows a step has, the method's is left.
+    The number of steps is for steps of all rows: where a request sets the rows of a step, the method's number stays.
     """
     is_open = train.steps is None and train.epochs is None and train.batch_size is None
     found = [Choice("train.steps", FEW_STEPS)] if is_open else []
