@@ -14,10 +14,13 @@ from tezo.engines.completions import (
     check_loaded,
     continuations_of,
     models_of,
+    states_file,
+    states_of,
     tokens_of,
 )
 from tezo.engines.connection import Connection, Reply, shown
 from tezo.engines.prompts import Answer, Prompt
+from tezo.engines.states import Leftovers, StatesFile
 from tezo.forward.answers import MalformedError, once_more
 from tezo.forward.engine import Continuing, EngineLostError
 from tezo.system.errors import RequestError
@@ -56,6 +59,7 @@ class Client:
 
     def __init__(self, address: str) -> None:
         self._connection = Connection(address)
+        self._leftovers = Leftovers()
 
     @property
     def address(self) -> str:
@@ -91,7 +95,11 @@ class Client:
             body |= {"prompt_logprobs": likely}
         count = sum(len(prompt.tokens) * (likely + 2) + len(wanted) for prompt in prompts)
         return self._asked(
-            "POST", COMPLETIONS, body, lambda reply: answers_of(reply.json(), model, prompts, likely, vocabulary), count
+            "POST",
+            COMPLETIONS,
+            body,
+            lambda reply: answers_of(self._completion(reply), model, prompts, likely, vocabulary),
+            count,
         )
 
     def continuations(
@@ -108,9 +116,22 @@ class Client:
             "POST",
             COMPLETIONS,
             body,
-            lambda reply: continuations_of(reply.json(), model, prompts, wanted.most, vocabulary),
+            lambda reply: continuations_of(self._completion(reply), model, prompts, wanted.most, vocabulary),
             count,
         )
+
+    def states(self, model: str, prompt: Sequence[int]) -> StatesFile | None:
+        """Returns the file with the states of a prompt, see `states_of`; it is for the caller to remove."""
+        body: dict[str, Any] = {"model": model, "prompt": [list(prompt)], "max_tokens": 1, "temperature": 0}
+        body |= {"return_token_ids": True, **AS_THE_MODEL_SAYS}
+        return self._asked("POST", COMPLETIONS, body, lambda reply: states_of(reply.json(), model, prompt), len(prompt))
+
+    def _completion(self, reply: Reply) -> Any:
+        """Returns an answer of /v1/completions; files with states that nobody reads are noted, to be removed."""
+        found = reply.json()
+        if (file := states_file(found)) is not None:
+            self._leftovers.add(file)
+        return found
 
     def _asked(self, verb: str, path: str, body: Any, read: Callable[[Reply], T], tokens: int = 0) -> T:
         """Sends a request, and once more where the answer cannot be read.

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from tezo.engines.connection import Reply, shown
 from tezo.engines.prompts import Answer, Prompt
+from tezo.engines.states import StatesFile
 from tezo.forward.answers import MalformedError
 
 Kind = TypeVar("Kind", dict[str, Any], list[Any], str, int)
@@ -32,6 +34,7 @@ ENDS = ("stop", "length")
 MOST_DIGITS = 9
 """Digits of a token that a vocabulary may have."""
 ENDED, ECHO, MARK = "finish_reason", "prompt_token_ids", "token_id:"
+STATES = "hidden_states_path"
 OF_NEXT = ("tokens", "token_logprobs", "top_logprobs")
 VALUE = "the value"
 NAMES = {dict: "an object", list: "a list", str: "text", int: "a whole number"}
@@ -116,6 +119,22 @@ def continuations_of(
     if counted != count:
         raise MalformedError(f"{count} tokens, where usage counts {counted}")
     return written
+
+
+def states_of(found: Any, model: str, prompt: Sequence[int]) -> StatesFile | None:
+    """Returns the file with the states of a prompt, which was the only one; None: the server shows no states."""
+    _choices(found, model, [prompt])
+    return states_file(found)
+
+
+def states_file(found: Any) -> StatesFile | None:
+    """Returns the file that an answer of /v1/completions names; None: it names none."""
+    if (more := _of(dict, found, VALUE).get("kv_transfer_params")) is None or STATES not in more:
+        return None
+    path, answer = Path(_member(more, STATES, str)), _member(found, "id", str)
+    if not (answer and path.is_absolute() and path.name.startswith(answer)):  # it is going to be removed
+        raise MalformedError(f"{STATES} is {shown(str(path))}, not an absolute path of a file for {shown(answer)}")
+    return StatesFile(path, answer, len(_member(found, "choices", list)))
 
 
 def _choices(found: Any, model: str, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

@@ -34,8 +34,13 @@ class Answer:
     next: Mapping[int, Mapping[int, tuple[float, int]]]
 
 
-def prompts_of(asked: Asked) -> list[Prompt]:
-    """Returns prompts that tell what is asked for."""
+def prompts_of(asked: Asked, *, one_by_one: bool = False) -> list[Prompt]:
+    """Returns prompts that tell what is asked for.
+
+    Args:
+        asked: the request.
+        one_by_one: whether each of several tokens at a place has a prompt of its own, which ends with it.
+    """
     found: list[Prompt] = []
     places: list[list[int]] = [[] for _ in asked.texts]
     for place, text in enumerate(asked.text_P.tolist()):
@@ -50,9 +55,12 @@ def prompts_of(asked: Asked) -> list[Prompt]:
         if follows:
             end = positions[follows[-1]] + 2
             found.append(Prompt(whole[:end], {p: positions[p] for p in follows}))
-        found += [
-            Prompt(text[: positions[p] + 1], {p: positions[p]}, tuple(wanted[p])) for p in group if p not in follows
-        ]
+        for place in group:
+            begun = text[: positions[place] + 1]
+            if place not in follows and one_by_one:
+                found += [Prompt([*begun, token], {place: positions[place]}) for token in wanted[place]]
+            elif place not in follows:
+                found.append(Prompt(begun, {place: positions[place]}, tuple(wanted[place])))
     return found
 
 
@@ -66,7 +74,7 @@ def told_of(asked: Asked, prompts: Sequence[Prompt], answers: Sequence[Answer]) 
         for place, position in prompt.places.items():
             table = answer.next[position + 1]
             for slot, token in enumerate(asked.tokens_PC[place].tolist()):
-                if token != NOTHING:
+                if token in table:  # another prompt may tell of others
                     log_probs_PC[place, slot] = table[token][0]
             best = sorted(table, key=lambda token: table[token][1])[: asked.likely]
             likely_PL[place] = torch.tensor(best)

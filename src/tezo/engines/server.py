@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -27,10 +28,22 @@ from torch.nn.functional import pad
 
 from tezo.engines.client import FOLDER, Client, FailedError
 from tezo.engines.connection import shown
+from tezo.engines.looks import Looks, Text
 from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
 from tezo.engines.second_copy import TEXT, SecondCopy, by_kind, compared, left_out, random_change
+from tezo.engines.states import READ, ends_of_blocks, load_states, placed, tried_layer
 from tezo.engines.workers import Workers
-from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Named, Told
+from tezo.forward.engine import (
+    Asked,
+    Change,
+    Continuing,
+    Engine,
+    EngineLostError,
+    LayerInputs,
+    Named,
+    Told,
+    Watch,
+)
 from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
@@ -49,6 +62,10 @@ PROBE = "The answer, 42 times: naïve."
 T = TypeVar("T")
 AT_ONCE = 8
 """Changes that are computed side by side; vLLM puts as many of them into a batch as its max_loras allows."""
+STATES_AT_ONCE = 32
+"""Prompts whose states are asked for side by side."""
+LEAST_ROOM = 8
+"""Rank of the adapters that find the layers whose inputs can be read."""
 OWN = f"tezo-{socket.gethostname()}-"
 """What names of adapters of this machine begin with, before the number of the process."""
 MOST_DIGITS = 10
@@ -65,6 +82,8 @@ def is_left(name: str) -> bool:
 def load_server(config: ModelConfig) -> LoadedModel:
     """Uses a server of vLLM, with runtime LoRA updating, for the passes of a model; several with commas between.
 
+    Those that show states are for looks alone, where there are others.
+
     Raises:
         RequestError: a server does not answer as vLLM does, has another model, or ignores adapters.
     """
@@ -74,7 +93,9 @@ def load_server(config: ModelConfig) -> LoadedModel:
     loaded, _ = load_folder(config.name)
     copy = SecondCopy(loaded.model, loaded.unread)
     servers = [Server(client, loaded.model, loaded.tokenizer, copy) for client in clients]
-    return replace(loaded, engine=servers[0] if len(servers) == 1 else Workers(servers))
+    looks = next((server for server in servers if server.shows_states), None)
+    passes = [server for server in servers if not server.shows_states] or servers
+    return replace(loaded, engine=passes[0] if servers == [*passes[:1]] else Workers(passes, looks))
 
 
 def again(
@@ -140,19 +161,90 @@ class Server(Engine):
         self._probe, self._text = (
             list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (PROBE, TEXT)
         )
-        self._check_same(next(each.name for each in models if each.parent is None))
+        self._base = next(each.name for each in models if each.parent is None)
+        self._check_same()
+        self._states_file = again(lambda: self._client.states(self._base, self._text))
         self.check_changes()
 
     def changes(self, module: str) -> bool:
         return self._model.get_submodule(module) is not self._model.get_output_embeddings()
 
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
-        prompts = prompts_of(asked)
+        prompts = prompts_of(asked, one_by_one=self.shows_states)
         if any(prompt.wanted for prompt in prompts) and asked.likely > 1:
             raise RequestError(f"{self.name} tells the likeliest tokens at places with one right token alone.")
         with contextlib.ExitStack() as files:
             folders = [files.enter_context(self._folder(change)) for change in changes]
             return [told_of(asked, prompts, answers) for answers in self._answers(prompts, folders, asked.likely)]
+
+    @property
+    def shows_states(self) -> bool:
+        """Whether it writes states of prompts into files; vLLM 0.32 fails then where several tokens are asked for."""
+        return self._states_file is not None
+
+    @property
+    def watches_some(self) -> bool:
+        return self._looks is not None
+
+    def watches(self, module: str) -> bool:
+        return self._looks is not None and module in self._looks.layers
+
+    def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
+        if self._looks is None:
+            return super().watch(change, asked, watch)
+        return self._looks.watch(change, asked, watch)
+
+    @cached_property
+    def _looks(self) -> Looks | None:
+        """Watches layers by the states that the server shows; None: it shows none, or none of a layer."""
+        if self._states_file is None:
+            return None
+        if not self._states_file.path.parent.is_dir():
+            logger.warning(
+                "The server at %s writes states into %s, which is not seen here: looks do not use them, and nobody "
+                "removes their files.", self._client.address, self._states_file.path.parent,
+            )  # fmt: skip
+            return None
+        with current().phase(CHECKING):
+            states = load_states(self._states_file, self._text)
+            layers = ends_of_blocks(self._model, states.shape[-1])
+            size = float(states[1:].square().mean().sqrt()) * states.shape[-1] ** 0.5
+            tried = [tried_layer(name, layer, i, size) for i, (name, layer) in enumerate(layers.items())]
+            part = slice(LEAST_ROOM)
+            changes = [self._no_change(), *({each.name: each.adapter(part)} for each in tried)]
+            before, *after = (self._states(change, [tuple(self._text)], lambda found: found)[0] for change in changes)
+            found = [placed(each, part, before, under) for each, under in zip(tried, after, strict=True)]
+            seen = [each for each in found if each is not None]
+            return Looks(seen, self._room(), self._states, self.log_probs) if seen else None
+
+    def _room(self) -> int:
+        """Returns a rank of which the server takes adapters, `READ` at most."""
+        rank = READ
+        while rank > LEAST_ROOM:
+            try:
+                self.reserve(rank)
+                break
+            except RequestError:
+                rank //= 2
+        return rank
+
+    def _states(self, change: Change, texts: Sequence[Text], keep: Callable[[Tensor], T]) -> list[T]:
+        """Returns what is kept of the states of each text under a change."""
+
+        def of_text(name: str, text: Text) -> T:
+            file = self._client.states(name, text)
+            if file is None:
+                raise EngineLostError(f"model.engine: the server at {self._client.address} shows no states any more.")
+            return keep(load_states(file, text))
+
+        def under(name: str) -> list[T]:
+            with ThreadPoolExecutor(STATES_AT_ONCE) as threads:
+                found = list(threads.map(lambda text: of_text(name, text), texts))
+            current().count(len(texts))
+            return found
+
+        with self._folder(change) as folder:
+            return self._under_each([folder], under)[0]
 
     def generate(
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing
@@ -171,20 +263,23 @@ class Server(Engine):
             return self._under_each([files.enter_context(self._folder(change)) for change in changes], asked)
 
     def _no_change(self, rank: int = 1) -> Change:
-        return self._one_layer(rank, 0.0)
+        (first, *_) = self._linear()
+        return self._random([first], rank, 0.0)
 
-    def _one_layer(self, rank: int, size: float) -> Change:
-        """Returns a change of one layer by `size` times outputs of about 1."""
-        name, layer = next(
-            (name, module)
-            for name, module in self._model.named_modules()
-            if isinstance(module, nn.Linear) and self.changes(name)
-        )
-        draw = torch.Generator().manual_seed(0)
-        a_RI, b_OR = (
-            torch.randn(shape, generator=draw) for shape in ((rank, layer.in_features), (layer.out_features, rank))
-        )
-        return {name: (a_RI / layer.in_features**0.5, size * b_OR)}
+    def _linear(self) -> list[str]:
+        """Returns the names of the linear layers that adapters may change."""
+        return [n for n, m in self._model.named_modules() if isinstance(m, nn.Linear) and self.changes(n)]
+
+    def _random(self, modules: Sequence[str], rank: int, size: float) -> Change:
+        """Returns a change of layers by `size` times outputs of about 1."""
+        draw, found = torch.Generator().manual_seed(0), {}
+        for name in modules:
+            layer = self._model.get_submodule(name)
+            a_RI, b_OR = (
+                torch.randn(shape, generator=draw) for shape in ((rank, layer.in_features), (layer.out_features, rank))
+            )
+            found[name] = a_RI / layer.in_features**0.5, size * b_OR
+        return found
 
     @contextmanager
     def _folder(self, change: Change) -> Iterator[Path]:
@@ -195,18 +290,19 @@ class Server(Engine):
             save_adapter(uniform(change or self._no_change()), Path(name), model=self._model, base="")
             yield Path(name)
 
-    def _check_same(self, base: str) -> None:
+    def _check_same(self) -> None:
         def tokens() -> list[int]:
-            return self._client.tokens(base, PROBE, self._vocabulary)
+            return self._client.tokens(self._base, PROBE, self._vocabulary)
 
         if all(again(tokens) != self._probe for _ in range(2)):
             raise RequestError(
-                f"model.name: the server at {self._client.address} has {shown(base)}, whose tokenizer is another one; "
-                "give the model that it has."
+                f"model.name: the server at {self._client.address} has {shown(self._base)}, whose tokenizer is another "
+                "one; give the model that it has."
             )
 
     def check_changes(self) -> None:
-        large = self._one_layer(1, 1.0)  # not rounded away in any data type
+        one_of_each = [names[0] for names in by_kind(self._linear()).values()]  # a server may leave out some
+        large = self._random(one_of_each, 1, 1.0)  # not rounded away in any data type
         if all(self._are_alike([self._no_change(), large]) for _ in range(2)):
             raise RequestError(
                 f"model.engine: the server at {self._client.address} ignores adapters: under two different ones its "

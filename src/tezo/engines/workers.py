@@ -38,11 +38,12 @@ class Workers(Engine):
 
     Args:
         engines: of one kind, on one model.
+        looks: an engine on the same model that looks into layers; None: the first one does.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self._engines = engines
-        self.name = f"{len(engines)} x {engines[0].name}"
+    def __init__(self, engines: Sequence[Engine], looks: Engine | None = None) -> None:
+        self._engines, self._looks = engines, looks or engines[0]
+        self.name = f"{len(engines)} x {engines[0].name}" if len(engines) > 1 else engines[0].name
         self.at_once = sum(engine.at_once for engine in engines)
         self.serves = engines[0].serves
 
@@ -50,7 +51,8 @@ class Workers(Engine):
         return self._engines[0].changes(module)
 
     def reserve(self, rank: int, modules: Sequence[str] = ()) -> list[str]:
-        return [said for engine in self._engines for said in engine.reserve(rank, modules)]
+        every = dict.fromkeys([*self._engines, self._looks])
+        return [said for engine in every for said in engine.reserve(rank, modules)]
 
     def log_probs(self, changes: Sequence[Change], asked: Asked) -> list[Told]:
         return self._shared_out(changes, lambda engine, change: engine.log_probs([change], asked)[0])
@@ -108,16 +110,20 @@ class Workers(Engine):
             engine.check_changes()
 
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Any:
-        return self._engines[0].hidden(change, texts)
+        return self._looks.hidden(change, texts)
 
     def watches(self, module: str) -> bool:
-        return self._engines[0].watches(module)
+        return self._looks.watches(module)
+
+    @property
+    def watches_some(self) -> bool:
+        return self._looks.watches_some
 
     def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
-        return self._engines[0].watch(change, asked, watch)
+        return self._looks.watch(change, asked, watch)
 
     def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._engines[0].layer_rows(layer, rows_X)
+        return self._looks.layer_rows(layer, rows_X)
 
     def save_beside(self, *arguments: Any) -> str | None:
         return self._engines[0].save_beside(*arguments)
@@ -183,6 +189,10 @@ class InRay(Engine):
 
     def watches(self, module: str) -> bool:
         return self._like.watches(module)
+
+    @property
+    def watches_some(self) -> bool:
+        return self._like.watches_some
 
     def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
         found: tuple[Told, dict[str, LayerInputs]] = self._called("watch", change, asked, watch)

@@ -233,11 +233,16 @@ class Engine(ABC):
         del module
         return False
 
+    @property
+    def watches_some(self) -> bool:
+        """Whether `watch` shows at least the layers that a look at labelled rows needs."""
+        return self.watches(HEAD)
+
     def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
         """Returns what is asked for, and the inputs of layers there, in the order in which layers are called.
 
-        Layers with the same input, such as queries, keys and values, have the same tensors. The inputs of `HEAD` are
-        those of the output head.
+        An engine that `watches_some` leaves out those that it does not show. Layers with the same input, such as
+        queries, keys and values, have the same tensors. The inputs of `HEAD` are those of the output head.
 
         Raises:
             RequestError: the engine does not look into these layers.

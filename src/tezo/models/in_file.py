@@ -104,12 +104,12 @@ def load_in_file(name: str) -> tuple[LoadedModel, str]:
 
 
 def load_folder(name: str) -> tuple[LoadedModel, str]:
-    """Returns (a model whose weights stay in the safetensors of its folder, the folder).
+    """Returns (a model whose weights stay in the safetensors of its folder, the folder), which may have none.
 
     Raises:
         RequestError: it is no folder or hub name of a causal model.
     """
-    source = resolve_name(name)
+    source = resolve_name(name, weights=False)
     if Path(source).is_file():
         raise RequestError(f"model.engine is a server of vLLM, which reads folders with safetensors, and {name} is a "
                            "GGUF file; give the folder that it serves, or --engine llama.cpp.")  # fmt: skip

@@ -105,10 +105,18 @@ class LoadedModel:
     unread: str | None = None
     """Why torch cannot read some of the weights, which stay in their files, as a clause; None: it can."""
 
-    def unseen(self, basis: Basis) -> str | None:
-        """Returns why a basis cannot look at the inputs of layers, as a clause; None: it can, or does not look."""
-        is_shown = basis.watches and self.engine is not None and self.engine.watches(HEAD)
-        return self.unread if basis.data_dependent and not is_shown else None
+    def unseen(self, basis: Basis, *, labelled: bool) -> str | None:
+        """Returns why a basis cannot look at the inputs of layers, as a clause; None: it can, or does not look.
+
+        Args:
+            basis: that looks.
+            labelled: whether at rows with options, for which some of the layers will do.
+        """
+        if not basis.data_dependent or self.unread is None:
+            return None
+        engine = self.engine if basis.watches else None
+        is_shown = engine is not None and (engine.watches_some if labelled else engine.watches(HEAD))
+        return None if is_shown else self.unread
 
     @property
     def device(self) -> torch.device:
@@ -340,8 +348,12 @@ def embedded_source(name: str) -> Path:
     return weights if is_gguf(weights) else weights.parent
 
 
-def resolve_name(name: str) -> str:
+def resolve_name(name: str, *, weights: bool = True) -> str:
     """Returns the folder, the absolute path of a GGUF file, or the hub name that a model is loaded from.
+
+    Args:
+        name: value of `model.name`.
+        weights: whether a folder needs weights; a server that shows states reads its own.
 
     Raises:
         RequestError: there is no such model.
@@ -353,7 +365,7 @@ def resolve_name(name: str) -> str:
         )
     path = embedded_source(name) if name.startswith("embedded:") else Path(name).expanduser()
     if path.is_dir():
-        _check_folder(path)
+        _check_folder(path, weights=weights)
         return str(path)
     if is_gguf(path):
         check_gguf_file(path)
@@ -374,14 +386,14 @@ def _has_adapter(name: str | Path) -> RequestError:
     )
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, *, weights: bool) -> None:
     if (folder / "adapter_config.json").is_file():
         raise _has_adapter(folder)
     if not (folder / "config.json").is_file():
         files = sorted(folder.glob("*.gguf"))
         way_out = f"its GGUF file by its path: {files[0]}" if files else "the folder that save_pretrained wrote"
         raise RequestError(f"model.name: {folder} has no config.json; give {way_out}.")
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         raise RequestError(
             f"model.name: {folder} has no *.safetensors; only that format is read. Save the model with "
             "save_pretrained of a current transformers first."

@@ -82,6 +82,8 @@ class SafetensorsWeights(Mapping[str, Tensor]):
     @property
     def why_not(self) -> str | None:
         """Why some of the weights cannot be read, as a clause; None: all can."""
+        if not self._stored:
+            return "the folder has none"
         reasons = (self._why_not(name) for name in self._shapes)
         return next((reason for reason in reasons if reason is not None), None)
 

@@ -212,7 +212,7 @@ DEFAULTS = {
 }
 
 
-def choose_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool) -> list[Choice]:
+def choose_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool, labelled: bool) -> list[Choice]:
     """Returns the method in the place of "auto", by what is tuned, on what and for what.
 
     1. A model that is not causal, or has an adapter of PEFT: head-feedback.
@@ -230,16 +230,17 @@ def choose_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool) 
         config: of the request.
         loaded: the model.
         learns_outputs: whether the rows share their labels, or are free text that the last layer can be fitted to.
+        labelled: whether they have options.
 
     Raises:
         RequestError: an option is set that this method does not have, or not with this value.
     """
     if config.method.name != AUTO:
         return []
-    name, why = _default_method(config, loaded, learns_outputs=learns_outputs)
+    name, why = _default_method(config, loaded, learns_outputs=learns_outputs, labelled=labelled)
     check_options(config, name)
     found = [Choice("method.name", name, why or _on_rate(config, name))]
-    unseen = loaded.unseen(_own_basis(name))
+    unseen = loaded.unseen(_own_basis(name), labelled=labelled)
     if unseen is not None and "basis" not in config.method.options:
         found.append(
             Choice(
@@ -256,7 +257,7 @@ def _own_basis(name: str) -> Basis:
     return find_basis(method(name).defaults()["basis"])
 
 
-def _default_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool) -> tuple[str, str]:
+def _default_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool, labelled: bool) -> tuple[str, str]:
     """Returns (the name of the default, why it is not the usual one of such rows; "" where it is)."""
     train, peft = config.train, config.model.peft
     usual = ES if train.objective == REWARD else GAUSS_NEWTON if learns_outputs else HEAD_FEEDBACK
@@ -273,7 +274,7 @@ def _default_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         way = f"`--method {usual} --set train.parallel=directions` shares its directions"
         return _instead(f"{usual} does not share rows among processes", f"in one process {DEFAULTS[usual]}. {way}")
-    if loaded.unseen(_own_basis(usual)) is not None:
+    if loaded.unseen(_own_basis(usual), labelled=labelled) is not None:
         return _instead(
             f"{usual} looks at inputs of layers, which cannot be seen here", f"where they can be, {DEFAULTS[usual]}"
         )

@@ -89,9 +89,11 @@ def parameter_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {"total": sum(size for size, _ in sizes), "trained": sum(size for size, trained in sizes if trained)}
 
 
-def check_readable(optimizer: BaseOptimizer, loaded: LoadedModel) -> None:
+def check_readable(optimizer: BaseOptimizer, loaded: LoadedModel, *, labelled: bool) -> None:
     """Raises a `RequestError` where directions are of inputs that torch would have to compute with unread weights."""
-    why_not = loaded.unseen(optimizer.basis) if isinstance(optimizer, ZerothOrderOptimizer) else None
+    if not isinstance(optimizer, ZerothOrderOptimizer):
+        return
+    why_not = loaded.unseen(optimizer.basis, labelled=labelled)
     if why_not is not None:
         raise RequestError(
             f"it looks at inputs of layers, for which torch needs the weights, and {why_not}; leave method.name out, "
@@ -349,11 +351,11 @@ def prepare(
     choices.add(choose_dtype(config, loaded.dtype))
     form = make_format(choices.config.data, loaded, splits.train)
     if form.options:  # how their rows are divided depends on the method
-        choices.add(choose_method(choices.config, loaded, learns_outputs=True))
+        choices.add(choose_method(choices.config, loaded, learns_outputs=True, labelled=True))
     used = _encode(choices.config, loaded, splits, form, reward)
     if not form.options:
         learns_outputs = used.is_text and fits_text(loaded.model)
-        choices.add(choose_method(choices.config, loaded, learns_outputs=learns_outputs))
+        choices.add(choose_method(choices.config, loaded, learns_outputs=learns_outputs, labelled=False))
     config = choices.config
     _check_objective(config, learns_labels=bool(used.format.options))
     untrained = _untrained(loaded, used.objective, used.train)
@@ -369,7 +371,7 @@ def prepare(
     def build(settings: Config) -> BaseOptimizer:
         try:
             optimizer = make_optimizer(settings, loaded, untrained)
-            check_readable(optimizer, loaded)
+            check_readable(optimizer, loaded, labelled=bool(used.format.options))
             if loaded.engine is not None:
                 modules = [target.sites[0].name for target in optimizer.targets]
                 unchecked.extend(loaded.engine.reserve(optimizer.largest_rank(settings.train.num_steps), modules))

@@ -64,8 +64,13 @@ class Evaluator(ABC):
         """Returns the evaluator whose passes run the model's modules, for hooks in them."""
         return self
 
-    def shown(self) -> "Evaluator":
-        """Returns the evaluator whose passes can be watched: this one, or else that in torch."""
+    def shown(self, *, labelled: bool) -> "Evaluator":
+        """Returns the evaluator whose passes can be watched: this one, or else that in torch.
+
+        Args:
+            labelled: whether rows with options are passed, for which some of the layers will do.
+        """
+        del labelled
         return self
 
     def watching(self, model: Any, watcher: Watcher, places: Sequence[Places | None]) -> AbstractContextManager[None]:

@@ -55,8 +55,9 @@ class CausalInEngine(TextEvaluator):
         self._has_warned = False
         self._watching: _Watching | None = None
 
-    def shown(self) -> TextEvaluator:
-        return self if self._engine.watches(HEAD) else CausalInTorch()
+    def shown(self, *, labelled: bool) -> TextEvaluator:
+        is_shown = self._engine.watches_some if labelled else self._engine.watches(HEAD)
+        return self if is_shown else CausalInTorch()
 
     @contextmanager
     def watching(self, model: Any, watcher: Watcher, places: Sequence[Places | None]) -> Iterator[None]:

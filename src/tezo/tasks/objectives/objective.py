@@ -193,5 +193,5 @@ class Objective(ABC):
     def shown(self) -> Self:
         """Returns the objective whose passes can be watched: in an engine that shows layers, or else in torch."""
         found = copy.copy(self)
-        found.evaluator = self.evaluator.shown()
+        found.evaluator = self.evaluator.shown(labelled=bool(self.options))
         return found

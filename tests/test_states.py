@@ -1,0 +1,221 @@
+"""Looks at layers through the states that a server of vLLM shows: inputs are read, vectors are added, by adapters."""
+
+import logging
+import random
+from contextlib import contextmanager
+
+import pytest
+import torch
+import transformers
+from folders import refused, tezo
+from safetensors.torch import load_file
+from vllm_server import NAME, a_change, some_asked, vllm_home, vllm_server
+
+from tezo.engines import load
+from tezo.engines.states import LEAST_IN_SPAN, READ, placed, tried_layer
+from tezo.engines.workers import Workers
+from tezo.forward.engine import HEAD, Watch
+from tezo.models.kinds import ModelConfig
+from tezo.models.lora import Adapter, attach_adapter
+from tezo.system.errors import RequestError
+
+DOWN = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+OTHERS = ["model.layers.1.mlp.up_proj", "model.layers.1.self_attn.o_proj"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = vllm_home(tmp_path_factory.mktemp("home"))
+    (root / "card").mkdir()
+    for path in (root / NAME).iterdir():
+        if path.suffix != ".safetensors":
+            (root / "card" / path.name).write_bytes(path.read_bytes())
+    return root
+
+
+@pytest.fixture
+def standin(home, tmp_path):
+    with vllm_server(home / NAME) as server:
+        server.states = tmp_path / "states"
+        server.states.mkdir()
+        yield server
+
+
+@pytest.fixture
+def engine(home, standin):
+    return load(ModelConfig(name=str(home / "card"), engine=standin.url)).engine
+
+
+@pytest.fixture(scope="module")
+def model(home):
+    return transformers.AutoModelForCausalLM.from_pretrained(home / NAME).eval()
+
+
+@contextmanager
+def changed(model, change):
+    handles = attach_adapter(model, Adapter(next(iter(change.values()))[0].shape[0], change)) if change else []
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def in_torch(model, change, text, added=None):
+    """Returns (inputs of the layers, log-probabilities); `added`: layer -> vectors for its outputs."""
+    found, hooks = {}, []
+
+    def hook(name):
+        def seen(module, args, output):
+            found[name] = args[0][0]
+            return output + added[name] if added and name in added else None
+
+        return seen
+
+    with changed(model, change), torch.no_grad():
+        hooks = [model.get_submodule(name).register_forward_hook(hook(name)) for name in DOWN]
+        logits = model(input_ids=torch.tensor([list(text)])).logits[0]
+        for each in hooks:
+            each.remove()
+    return found, logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_inputs_are_those_that_torch_sees_on_the_rows_that_are_read(engine, model, rank):
+    change = a_change(model, ranks=(rank,)) if rank else {}
+    asked = some_asked(random.Random(0), several=True, likely=1)
+    places = torch.arange(len(asked.text_P))[1:]
+    told, found = engine.watch(change, asked, Watch([*OTHERS, *DOWN], means=True, places=places))
+    assert [*found] == DOWN, "layers that do not end a block are left out"
+    assert torch.equal(told.log_probs_PC, engine.log_probs([change], asked)[0].log_probs_PC)
+    for name, inputs in found.items():
+        a_KI = engine._looks.layers[name].a_KI
+        assert len(a_KI) == min(READ, a_KI.shape[1])
+        for row, place in enumerate(places.tolist()):
+            text, position = asked.texts[asked.text_P[place]], int(asked.position_P[place])
+            x_TI = in_torch(model, change, text)[0][name]
+            for seen, own in ((inputs.at_PI, x_TI[position]), (inputs.mean_PI, x_TI[: position + 1].mean(0))):
+                torch.testing.assert_close(seen[row], a_KI.T @ (a_KI @ own), rtol=0.02, atol=0.02 * float(own.norm()))
+
+
+def test_an_input_is_read_in_parts_where_adapters_have_no_room(home, standin, engine, model):
+    looks, asked = engine._looks, some_asked(random.Random(1), several=True, likely=1)
+    whole = engine.watch({}, asked, Watch(DOWN))[1]
+    looks._known.clear()
+    looks._room = 24
+    parts = engine.watch({}, asked, Watch(DOWN))[1]
+    for name in DOWN:
+        torch.testing.assert_close(parts[name].at_PI, whole[name].at_PI, rtol=0.02, atol=0.02)
+    assert [part.stop - part.start for part in looks._parts(looks.layers[DOWN[0]])] == [24, 24, 16]
+
+
+@pytest.mark.parametrize("name", DOWN)
+def test_a_vector_is_added_to_the_outputs_of_its_tokens_alone(engine, model, name):
+    asked = some_asked(random.Random(2), several=True, likely=1)
+    n_M = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    added = []
+    for number, text in enumerate(asked.texts):
+        vectors = torch.zeros(len(text), 64)
+        vectors[len(text) - 1 if number % 2 else 1] = n_M
+        added.append(vectors if number else torch.zeros(1, 64))
+    told, _ = engine.watch({}, asked, Watch(added={name: added}))
+    plain = engine.log_probs([{}], asked)[0]
+    moved = off = 0.0
+    for place, (number, position) in enumerate(zip(asked.text_P.tolist(), asked.position_P.tolist(), strict=True)):
+        row = in_torch(model, {}, asked.texts[number], {name: added[number]})[1][position]
+        for token, own, before in zip(*(x[place].tolist() for x in (asked.tokens_PC, told.log_probs_PC,
+                                                                     plain.log_probs_PC)), strict=True):  # fmt: skip
+            if token >= 0:
+                moved += abs(before - float(row[token]))
+                off += abs(own - float(row[token]))
+    assert moved > 1.0 and off < 0.1 * moved
+
+
+def test_files_of_states_are_removed_whoever_asked(standin, engine):
+    asked = some_asked(random.Random(0), several=True, likely=1)
+    engine.log_probs([{}, {}], asked)
+    engine.watch({}, asked, Watch(DOWN))
+    assert any(standin.states.iterdir())
+    engine._client._leftovers.remove()
+    assert not any(standin.states.iterdir())
+
+
+def test_a_layer_is_seen_only_where_a_state_stands_behind_it(home, standin):
+    standin.blocks = (0,)
+    alone = load(ModelConfig(name=str(home / "card"), engine=standin.url)).engine
+    assert alone.watches_some and alone.watches(DOWN[0]) and not any(map(alone.watches, (DOWN[1], *OTHERS, HEAD)))
+
+
+def test_a_change_across_the_span_is_of_an_earlier_layer():
+    layer, draw = torch.nn.Linear(64, 64), torch.Generator().manual_seed(0)
+    tried = tried_layer("down", layer, 0, 1.0)
+    before = torch.randn(9, 2, 64, generator=draw)
+    along = torch.randn(9, 8, generator=draw) @ tried.b_DK[:, :8].T
+    across = torch.randn(9, 64, generator=draw)
+    for share, is_seen in ((0.0, True), (0.1, True), (0.5, False)):
+        after = before.clone()
+        after[:, 1] += along + share * across * float(along.norm() / across.norm())
+        assert (placed(tried, slice(8), before, after) is not None) == is_seen, LEAST_IN_SPAN
+
+
+def test_a_server_that_shows_no_states_is_no_other_than_before(home):
+    with vllm_server(home / NAME) as server:
+        engine = load(ModelConfig(name=str(home / NAME), engine=server.url)).engine
+        assert not engine.watches_some and not engine.shows_states
+        with pytest.raises(RequestError, match="cannot be read from a vLLM server"):
+            engine.watch({}, some_asked(random.Random(0), several=True, likely=1), Watch(DOWN))
+
+
+def test_states_in_a_folder_that_is_not_seen_here_are_said(home, standin, caplog):
+    standin.named = lambda path: path.parent / "elsewhere" / path.name
+    with caplog.at_level(logging.WARNING):
+        engine = load(ModelConfig(name=str(home / NAME), engine=standin.url)).engine
+        assert not engine.watches_some
+    assert "which is not seen here" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "cmpl-of-another.safetensors"])
+def test_a_file_that_is_not_of_the_answer_is_neither_read_nor_removed(home, standin, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    standin.named = lambda _: tmp_path / name
+    with pytest.raises(RequestError, match="not an absolute path of a file for"):
+        load(ModelConfig(name=str(home / NAME), engine=standin.url))
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_looks_are_of_the_server_that_shows_states_and_passes_of_the_others(home, standin):
+    with vllm_server(home / NAME) as plain:
+        engine = load(ModelConfig(name=str(home / "card"), engine=f"{standin.url},{plain.url}")).engine
+        assert isinstance(engine, Workers) and engine.watches_some
+        asked = some_asked(random.Random(0), several=True, likely=1)
+        before = len(standin.asked), len(plain.asked)
+        engine.log_probs([{}, {}], asked)
+        assert len(standin.asked) == before[0] and len(plain.asked) > before[1]
+        assert [*engine.watch({}, asked, Watch(DOWN))[1]] == DOWN
+
+
+@pytest.mark.slow
+def test_the_default_looks_without_a_weight(home, standin, tmp_path):
+    run = tmp_path / "run"
+    found = tezo(
+        "train", "--model", str(home / "card"), "--engine", standin.url, "--data", str(home / "labels.jsonl"),
+        "--test", str(home / "labels.jsonl"), "--output", str(run), "--steps", "2",
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    assert "gauss-newton on" in found.out + found.err
+    tensors = load_file(run / "adapter/adapter_model.safetensors")
+    changed = {n for n, b_OR in tensors.items() if ".lora_B." in n and (b_OR @ tensors[n.replace("_B", "_A")]).any()}
+    assert changed and all(any(down in name for down in DOWN) for name in changed)
+
+
+def test_where_nothing_is_seen_and_no_weight_is_there_directions_are_random(home, tmp_path):
+    with vllm_server(home / NAME) as server:
+        found = tezo(
+            "train", "--model", str(home / "card"), "--engine", server.url, "--data", str(home / "labels.jsonl"),
+            "--test", str(home / "labels.jsonl"), "--output", str(tmp_path / "run"), "--steps", "1",
+        )  # fmt: skip
+        assert found.code == 0, found.err
+        assert "the folder has none" in found.out + found.err
+        named = tezo(
+            "train", "--model", home / "card", "--engine", server.url, "--data", home / "labels.jsonl",
+            "--output", tmp_path / "other", "--method", "gauss-newton",
+        )  # fmt: skip
+        refused(named, "the folder has none")
