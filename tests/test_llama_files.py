@@ -73,7 +73,8 @@ def test_a_file_of_each_architecture_and_type_is_loaded_and_takes_a_change(archi
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
     moved = log_probs(engine, random_change(loaded))
     assert (moved - plain).abs().max() > 1e-3
-    told, found = engine.watch({}, asked(), Watch([HEAD, *sorted(modules)[-2:]], means=True))
+    watched = engine.watch({}, asked(), Watch([HEAD, *sorted(modules)[-2:]], means=True))
+    told, found = watched.told, watched.inputs
     # packed products round their inputs, in groups of tokens
     assert (told.log_probs_PC - plain).norm() <= (1e-4 if kind == "F32" else 1e-2) * plain.norm()
     assert all(torch.isfinite(own.mean_PI).all() and own.at_PI.abs().max() > 0 for own in found.values())
@@ -102,8 +103,8 @@ def test_means_are_of_the_inputs_up_to_each_place(architecture, tmp_path):
     every = Asked(texts, apart.repeat_interleave(23), torch.arange(23).repeat(3), torch.zeros(69, 1).long(), 0, apart)
     last = Asked(texts, apart, torch.full((3,), 22), torch.zeros(3, 1).long(), 0)
     names = [name.removesuffix(".weight") for name in engine.layers if name.startswith("blk.")]
-    _, whole = engine.watch({}, every, Watch(names))
-    _, found = engine.watch({}, last, Watch(names, means=True))
+    whole = engine.watch({}, every, Watch(names)).inputs
+    found = engine.watch({}, last, Watch(names, means=True)).inputs
     assert [*whole] == [*found]
     for name, own in found.items():
         at_TLI = whole[name].at_PI.unflatten(0, (3, 23))

@@ -86,7 +86,8 @@ def test_inputs_at_places_and_their_means_are_torchs(loaded, changed, long):
     texts = texts_with_a_common_beginning(40, long=long)
     places = [sorted({len(text) - 1, 19 + (len(text) - 19) // 2}) for text in texts]
     asked, change = asked_of(texts, places), some_change(loaded, LAYERS[:9:2]) if changed else {}
-    told, found = loaded.engine.watch(change, asked, Watch([*LAYERS, HEAD], means=True))
+    watched = loaded.engine.watch(change, asked, Watch([*LAYERS, HEAD], means=True))
+    told, found = watched.told, watched.inputs
     expected = [in_torch(loaded.model, text, change=change) for text in texts]
     pairs = list(zip(asked.text_P.tolist(), asked.position_P.tolist(), strict=True))
     assert {*found} == {*LAYERS, HEAD} and [*found][-3:] == [LAYERS[-2], LAYERS[-1], HEAD]  # in their order
@@ -104,9 +105,9 @@ def test_some_places_are_kept_and_means_only_where_asked_for(loaded):
     texts = texts_with_a_common_beginning(30)
     asked = asked_of(texts, [[20 + (len(text) - 21) // 2, len(text) - 1][-1:] for text in texts])
     name = LAYERS[-1]
-    _, every = loaded.engine.watch({}, asked, Watch([name]))
+    every = loaded.engine.watch({}, asked, Watch([name])).inputs
     kept = torch.arange(1, len(asked.text_P), 3)
-    _, some = loaded.engine.watch({}, asked, Watch([name], places=kept))
+    some = loaded.engine.watch({}, asked, Watch([name], places=kept)).inputs
     assert torch.equal(some[name].at_PI, every[name].at_PI[kept]) and some[name].mean_PI is None
 
 
@@ -123,7 +124,7 @@ def test_vectors_added_to_outputs_move_log_probabilities_as_in_torch(loaded, cha
         size = loaded.model.get_submodule(name).weight.shape[0]
         rows = [1 if i == 0 else len(text) for text in texts]
         added[name] = [torch.randn(count, size, generator=draw) for count in rows]
-    told, _ = loaded.engine.watch(change, asked, Watch(added=added))
+    told = loaded.engine.watch(change, asked, Watch(added=added)).told
     each = [{name: vectors[i] for name, vectors in added.items()} for i in range(len(texts))]
     expected = [in_torch(loaded.model, *own, change) for own in zip(texts, each, strict=True)]
     plain = [in_torch(loaded.model, text, None, change) for text in texts]
@@ -141,7 +142,7 @@ def test_inputs_of_the_head_are_seen_behind_what_was_added(loaded):
     asked = asked_of(texts, [[len(text) - 1] for text in texts], groups=range(len(texts)))
     size = loaded.model.config.hidden_size
     added = {LAYERS[-1]: [torch.full((1, size), 0.1 * i) for i in range(len(texts))]}
-    _, found = loaded.engine.watch({}, asked, Watch([HEAD], added=added))
+    found = loaded.engine.watch({}, asked, Watch([HEAD], added=added)).inputs
     expected = [
         in_torch(loaded.model, text, {LAYERS[-1]: own}) for text, own in zip(texts, added[LAYERS[-1]], strict=True)
     ]
@@ -153,7 +154,7 @@ def test_with_nothing_written_numbers_are_equal_to_the_bit(loaded):
     asked = asked_of(texts, [[len(text) - 1] for text in texts])
     (plain,) = loaded.engine.log_probs([{}], asked)
     for watch in (Watch(LAYERS), Watch(), Watch([LAYERS[3], HEAD], means=False)):
-        told, _ = loaded.engine.watch({}, asked, watch)
+        told = loaded.engine.watch({}, asked, watch).told
         assert torch.equal(told.log_probs_PC, plain.log_probs_PC)
         assert torch.equal(told.likely_log_probs_PL, plain.likely_log_probs_PL)
     (again,) = loaded.engine.log_probs([{}], asked)

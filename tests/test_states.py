@@ -83,7 +83,8 @@ def test_inputs_are_those_that_torch_sees_on_the_rows_that_are_read(engine, mode
     change = a_change(model, ranks=(rank,)) if rank else {}
     asked = some_asked(random.Random(0), several=True, likely=1)
     places = torch.arange(len(asked.text_P))[1:]
-    told, found = engine.watch(change, asked, Watch([*OTHERS, *DOWN], means=True, places=places))
+    watched = engine.watch(change, asked, Watch([*OTHERS, *DOWN], means=True, places=places))
+    told, found = watched.told, watched.inputs
     assert [*found] == DOWN, "layers that do not end a block are left out"
     assert torch.equal(told.log_probs_PC, engine.log_probs([change], asked)[0].log_probs_PC)
     for name, inputs in found.items():
@@ -98,12 +99,13 @@ def test_inputs_are_those_that_torch_sees_on_the_rows_that_are_read(engine, mode
 
 def test_an_input_is_read_in_parts_where_adapters_have_no_room(home, standin, engine, model):
     looks, asked = engine._looks, some_asked(random.Random(1), several=True, likely=1)
-    whole = engine.watch({}, asked, Watch(DOWN))[1]
+    whole = engine.watch({}, asked, Watch(DOWN)).inputs
     looks._known.clear()
     looks._room = 24
-    parts = engine.watch({}, asked, Watch(DOWN))[1]
+    parts = engine.watch({}, asked, Watch(DOWN))
     for name in DOWN:
-        torch.testing.assert_close(parts[name].at_PI, whole[name].at_PI, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(parts.inputs[name].at_PI, whole[name].at_PI, rtol=0.02, atol=0.02)
+    assert parts.times == 2 + 3 * len(DOWN), "the pass, the states, and three parts of each layer"
     assert [part.stop - part.start for part in looks._parts(looks.layers[DOWN[0]])] == [24, 24, 16]
 
 
@@ -116,7 +118,7 @@ def test_a_vector_is_added_to_the_outputs_of_its_tokens_alone(engine, model, nam
         vectors = torch.zeros(len(text), 64)
         vectors[len(text) - 1 if number % 2 else 1] = n_M
         added.append(vectors if number else torch.zeros(1, 64))
-    told, _ = engine.watch({}, asked, Watch(added={name: added}))
+    told = engine.watch({}, asked, Watch(added={name: added})).told
     plain = engine.log_probs([{}], asked)[0]
     moved = off = 0.0
     for place, (number, position) in enumerate(zip(asked.text_P.tolist(), asked.position_P.tolist(), strict=True)):
@@ -189,7 +191,7 @@ def test_looks_are_of_the_server_that_shows_states_and_passes_of_the_others(home
         before = len(standin.asked), len(plain.asked)
         engine.log_probs([{}, {}], asked)
         assert len(standin.asked) == before[0] and len(plain.asked) > before[1]
-        assert [*engine.watch({}, asked, Watch(DOWN))[1]] == DOWN
+        assert [*engine.watch({}, asked, Watch(DOWN)).inputs] == DOWN
 
 
 @pytest.mark.slow

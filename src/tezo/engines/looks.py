@@ -4,21 +4,23 @@
 Vectors are added to a text by an adapter of its own.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tezo.engines.states import SeenLayer
-from tezo.forward.engine import Asked, Change, LayerInputs, Told, Watch, joined
+from tezo.forward.engine import Asked, Change, LayerInputs, Told, Watch, Watched, joined
 
 AT_ONCE = 8
 """Texts with vectors of their own that are computed side by side."""
 KEPT_BYTES = 1 << 28
 """Bytes of numbers that are kept of texts, for vectors that are added to them afterwards."""
 
+T = TypeVar("T")
 Text = tuple[int, ...]
 States = Callable[[Change, Sequence[Text], Callable[[Tensor], Any]], list[Any]]
 """(change, texts, function of states (T, n, D)) -> its value for each text under this change."""
@@ -39,12 +41,14 @@ class Looks:
         self.layers = {layer.name: layer for layer in layers}
         self._room, self._states, self._log_probs = room, states, log_probs
         self._of: Change = {}
+        self._computed = 0
         self._known: dict[tuple[str, Text], Tensor] = {}
 
-    def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
+    def watch(self, change: Change, asked: Asked, watch: Watch) -> Watched:
         """See `Engine.watch`; layers that cannot be read are left out."""
         if not _are_equal(change, self._of):
             self._of, self._known = change, {}
+        self._computed = len(asked.texts)
         told = self._told(asked, watch.added) if watch.added else self._log_probs([change], asked)[0]
         layers = [layer for name, layer in self.layers.items() if name in watch.inputs]
         places = torch.arange(len(asked.text_P)) if watch.places is None else watch.places
@@ -60,7 +64,7 @@ class Looks:
             if watch.means:
                 mean_PI = layer.stand_in(torch.stack([x_TK[: position + 1].mean(0) for x_TK, position in of_places]))
             found[layer.name] = LayerInputs(at_PI, mean_PI, layer.output**2)
-        return told, found
+        return Watched(told, found, math.ceil(self._computed / max(1, len(asked.texts))))
 
     def _read(self, layers: Sequence[SeenLayer], texts: Sequence[Text]) -> dict[tuple[str, Text], Tensor]:
         """Returns (layer, text) -> the numbers A x of its tokens (T, K), in half precision."""
@@ -73,7 +77,7 @@ class Looks:
         def along_all(states_TND: Tensor) -> list[Tensor]:
             return [states_TND[:, layer.state] @ layer.b_DK for layer in layers]
 
-        before = self._states(self._of, missing, along_all)
+        before = self._asked(self._of, missing, along_all)
         for number, layer in enumerate(layers):
             parts = [self._part(layer, part, missing) for part in self._parts(layer)]
             for i, text in enumerate(missing):
@@ -96,7 +100,11 @@ class Looks:
         def along(states_TND: Tensor) -> Tensor:
             return states_TND[:, layer.state] @ layer.b_DK[:, part]
 
-        return self._states(self._with(layer, *layer.adapter(part)), texts, along)
+        return self._asked(self._with(layer, *layer.adapter(part)), texts, along)
+
+    def _asked(self, change: Change, texts: Sequence[Text], keep: Callable[[Tensor], T]) -> list[T]:
+        self._computed += len(texts)
+        return self._states(change, texts, keep)
 
     def _with(self, layer: SeenLayer, a_RI: Tensor, b_DR: Tensor) -> Change:
         """Returns the change with more factors of a layer."""

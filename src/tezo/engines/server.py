@@ -39,10 +39,10 @@ from tezo.forward.engine import (
     Continuing,
     Engine,
     EngineLostError,
-    LayerInputs,
     Named,
     Told,
     Watch,
+    Watched,
 )
 from tezo.models.in_file import load_folder
 from tezo.models.kinds import ModelConfig
@@ -189,7 +189,7 @@ class Server(Engine):
     def watches(self, module: str) -> bool:
         return self._looks is not None and module in self._looks.layers
 
-    def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
+    def watch(self, change: Change, asked: Asked, watch: Watch) -> Watched:
         if self._looks is None:
             return super().watch(change, asked, watch)
         return self._looks.watch(change, asked, watch)

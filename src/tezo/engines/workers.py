@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tezo.forward.answers import MalformedError, check_continued, check_told, once_more
-from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, LayerInputs, Named, Told, Watch
+from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Named, Told, Watch, Watched
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
@@ -119,7 +119,7 @@ class Workers(Engine):
     def watches_some(self) -> bool:
         return self._looks.watches_some
 
-    def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
+    def watch(self, change: Change, asked: Asked, watch: Watch) -> Watched:
         return self._looks.watch(change, asked, watch)
 
     def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -194,8 +194,8 @@ class InRay(Engine):
     def watches_some(self) -> bool:
         return self._like.watches_some
 
-    def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
-        found: tuple[Told, dict[str, LayerInputs]] = self._called("watch", change, asked, watch)
+    def watch(self, change: Change, asked: Asked, watch: Watch) -> Watched:
+        found: Watched = self._called("watch", change, asked, watch)
         return found
 
     def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -104,6 +104,21 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Watched:
+    """What an engine returns that looks into layers.
+
+    Attributes:
+        told: what is asked for.
+        inputs: module -> its inputs, in the order in which layers are called.
+        times: how often the texts were computed.
+    """
+
+    told: Told
+    inputs: Mapping[str, LayerInputs]
+    times: int = 1
+
+
+@dataclass(frozen=True)
 class Continuing:
     """How prompts are continued.
 
@@ -238,8 +253,8 @@ class Engine(ABC):
         """Whether `watch` shows at least the layers that a look at labelled rows needs."""
         return self.watches(HEAD)
 
-    def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
-        """Returns what is asked for, and the inputs of layers there, in the order in which layers are called.
+    def watch(self, change: Change, asked: Asked, watch: Watch) -> Watched:
+        """Returns what is asked for, and the inputs of layers there.
 
         An engine that `watches_some` leaves out those that it does not show. Layers with the same input, such as
         queries, keys and values, have the same tensors. The inputs of `HEAD` are those of the output head.

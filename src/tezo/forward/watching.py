@@ -26,6 +26,7 @@ class Watcher:
         most: places at which it looks, of all passes together, evenly spaced; None: all.
         means: whether it is shown the means over the tokens that answers depend on.
         flattened: whether layers are watched whose inputs have no dimension of rows, as in OPT.
+        passes: calls of the model so far; an engine may compute rows several times to look into them.
     """
 
     inputs: Sequence[str] = ()
@@ -33,6 +34,7 @@ class Watcher:
     most: int | None = None
     means = False
     flattened = False
+    passes = 0
 
     def begin(self) -> None:
         """Is called before each pass that has places."""
@@ -81,6 +83,7 @@ def hooked(model: nn.Module, watcher: Watcher, places: Sequence[Places | None]) 
     passes = PassPlaces(places, watcher.most)
 
     def enter(*_: object) -> None:
+        watcher.passes += 1
         passes.enter()
         if passes.now is not None:
             watcher.begin()

@@ -225,7 +225,6 @@ class ErrorBasis(DataBasis[Look]):
         tried = may_change(self._targets)
         count = rows_to_record(tried, self._targets, MOST_ROWS)
         rows = _rows(source, refresh_step, count)
-        passes += len(rows.places())
         if rows.are_texts:
             return self._of_text(refresh_step, source, rows, tried[-1])
         recorded = InputRecorder(tried)
@@ -248,7 +247,7 @@ class ErrorBasis(DataBasis[Look]):
         found = LabelledRows(recorded, outputs, rows.stepped, 0)
         if len(outputs.labels_T) >= count:  # there are more rows
             found = self._record(refresh_step, source, vectors)
-        passes += added.passes + found.passes
+        passes += added.passes + recorded.passes + found.passes
         return look_at_labels(found, vectors, self._targets, self._ranks, passes)
 
     def _record(self, refresh_step: int, source: Source, vectors: ClassVectors) -> LabelledRows:
@@ -257,7 +256,8 @@ class ErrorBasis(DataBasis[Look]):
         rows = _rows(source, refresh_step, rows_to_record(layers, self._targets, MOST_LABELLED))
         recorded = InputRecorder(layers)
         with rows.watching(source.model, recorded):
-            return LabelledRows(recorded, finite(rows.outputs()), rows.stepped, len(rows.places()))
+            outputs = finite(rows.outputs())
+        return LabelledRows(recorded, outputs, rows.stepped, recorded.passes)
 
     def _of_text(self, refresh_step: int, source: Source, rows: RowOutputs, target: Target) -> Look:
         def of_batch(number: int) -> RowOutputs:

@@ -93,7 +93,7 @@ class ProbeBasis(DataBasis[Look]):
         vectors = added.class_vectors(tried, sizes.output_size, 1)
         rows: RowOutputs = source.rows(refresh_step, MOST_ROWS)
         outputs, recorded = _recorded(source, rows, [t for t in tried if t.name in vectors.layers])
-        passes = len(few.places()) + added.passes + len(rows.places())
+        passes = sizes.passes + added.passes + recorded.passes
         return probe_of(recorded.found, outputs, vectors, self._targets, self._ranks, rows.stepped, passes)
 
     def read(self, stored: StoredTensors) -> Look:

@@ -204,7 +204,7 @@ class AddedVectors:
         adding = _Adding({target.sites[0].name: added[name] for name, target in targets.items()}, tokens)
         with self._rows.watching(self._model, adding):
             moved = self._rows.outputs(self._outputs)
-        self.passes += len(self._rows.places())
+        self.passes += adding.passes
         raised_TC = change(moved, self._outputs)
         return raised_TC - raised_TC.mean(1, keepdim=True)
 

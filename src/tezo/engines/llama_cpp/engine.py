@@ -21,7 +21,7 @@ from tezo.engines.llama_cpp.plan import MOST_TEXTS, Numbers, Part, Plan, part_of
 from tezo.engines.llama_cpp.tensors import WEIGHT, Tensors
 from tezo.engines.llama_cpp.values import rows_of
 from tezo.engines.llama_cpp.watching import Layer, Listing, Watching
-from tezo.forward.engine import HEAD, Asked, Change, Continuing, Engine, LayerInputs, Told, Watch, joined, told_by
+from tezo.forward.engine import HEAD, Asked, Change, Continuing, Engine, Told, Watch, Watched, joined, told_by
 from tezo.models.gguf import GGUF_FILE, FileNames, Names, in_gguf, write_gguf_lora
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.batch import packed_tree, plain_tree
@@ -101,7 +101,7 @@ class LlamaCpp(Engine):
                 found.append(_told(asked, plan, self._read(context, plan)))
         return found
 
-    def watch(self, change: Change, asked: Asked, watch: Watch) -> tuple[Told, dict[str, LayerInputs]]:
+    def watch(self, change: Change, asked: Asked, watch: Watch) -> Watched:
         names = {module: self._known(module) for module in (*watch.inputs, *watch.added)}
         plan = self._plan(asked)
         kept = range(len(plan.places)) if watch.places is None else watch.places.tolist()
@@ -116,14 +116,14 @@ class LlamaCpp(Engine):
         with self._changed(change, plan.size, watched=True) as context:
             told = _told(asked, plan, self._read(context, plan, watching, every_output=every))
         found, modules = watching.found(), {names[module]: module for module in watch.inputs}
-        return told, {modules[name]: vector for name, vector in found.items()}
+        return Watched(told, {modules[name]: vector for name, vector in found.items()})
 
     def hidden(self, change: Change, texts: Sequence[Sequence[int]]) -> Tensor:
         several = list(dict.fromkeys(map(tuple, texts)))
         places = torch.arange(len(several))
         position_P = torch.tensor([len(text) - 1 for text in several])
         asked = Asked(several, places, position_P, torch.zeros(len(several), 0, dtype=torch.int64), 0)
-        _, found = self.watch(change, asked, Watch([HEAD]))
+        found = self.watch(change, asked, Watch([HEAD])).inputs
         number, at_PI = {text: i for i, text in enumerate(several)}, found[HEAD].at_PI
         assert at_PI is not None
         return at_PI[[number[tuple(text)] for text in texts]]

@@ -305,14 +305,15 @@ class _Watching:
                 added[layer] = [of_text.get(text, none) for text in range(len(question.asked.texts))]
         means = watcher.means and all(are_averaged(now) for now, _ in looked)
         watch = Watch(watcher.inputs if places else (), means, torch.tensor(places, dtype=torch.int64), added)
-        told, found = engine.watch(change, question.asked, watch)
+        watched = engine.watch(change, question.asked, watch)
+        watcher.passes += watched.times * len(batch.passes)
         number = {place: i for i, place in enumerate(places)}
         for now, read in looked:
             at_P = torch.tensor([number[place] for place in read])
-            for layer, inputs in found.items():
+            for layer, inputs in watched.inputs.items():
                 at, mean = (None if each is None else each[at_P] for each in (inputs.at_PI, inputs.mean_PI))
                 watcher.take(layer, now, LayerInputs(at, mean, inputs.output_square))
-        return told
+        return watched.told
 
     def _add(self, layer: str, of_text: dict[int, Tensor], rows: Pass, now: Places, question: Question) -> None:
         """Puts down the vectors of the texts of a pass: those of the row of which a text is the beginning."""
