@@ -1,5 +1,6 @@
 """A real server of vLLM on 127.0.0.1, started by the python that the variable TEZO_VLLM names."""
 
+import json
 import os
 import subprocess
 import time
@@ -23,6 +24,20 @@ def with_adapters(modules: Sequence[str] = ALL) -> list[str]:
     """Returns the arguments of a server that takes adapters on layers with these names."""
     limits = ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "16"]
     return [*limits, "--lora-target-modules", *modules]
+
+
+def states_behind(blocks: Sequence[int], folder: Path) -> list[str]:
+    """Returns the arguments of a server that writes the states behind these blocks into files in a folder.
+
+    PYTHONPATH of the server has the folder `benchmarks`.
+    """
+    ids = {"eagle_aux_hidden_state_layer_ids": [block + 1 for block in blocks]}  # the state before the next block
+    method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": {"hf_config": ids}}
+    connector = {
+        "kv_connector": "StatesOnCpu", "kv_connector_module_path": "cpu_states", "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }  # fmt: skip
+    return ["--speculative-config", json.dumps(method), "--kv-transfer-config", json.dumps(connector)]
 
 
 @contextmanager
