@@ -20,7 +20,7 @@ from tezo.training import settings as recipe
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "cost", "experiments", "reliability", "large-models", "many-devices", "figures", "how-to-choose", "theory", "when",
-    "rewards", "llama-cpp", "any-file",
+    "rewards", "llama-cpp", "any-file", "vllm",
 )  # fmt: skip
 DRAWN = [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in DOCUMENTS)]
 

@@ -12,6 +12,7 @@ from first_run_tables import FIRST_RUN_TABLES
 from gpu_tables import GPU_TABLES
 from practice_tables import PRACTICE_TABLES
 from reward_tables import reward, reward_samples, reward_speed, reward_tasks
+from served_tables import SERVED_TABLES
 from study_tables import study, study_accuracy, study_decoder, study_ranked, study_removed, study_short
 from when_tables import WHEN_TABLES
 
@@ -267,5 +268,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **FIRST_RUN_TABLES,
     **GPU_TABLES,
     **PRACTICE_TABLES,
+    **SERVED_TABLES,
     **WHEN_TABLES,
 }

@@ -7,7 +7,8 @@ from folders import label_rows, model_folder, train, write_rows
 
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
-from tezo.tasks.splits import hold_out, hold_out_of_groups, per_class
+from tezo.tasks.row_files import DataConfig
+from tezo.tasks.splits import _held_out, count_held_out, hold_out, per_class
 
 
 def examples(count: int) -> list[Example]:
@@ -39,31 +40,32 @@ def test_where_a_label_has_too_few_rows_they_are_shared_out_if_asked():
     assert not {*train} & {*dev}
 
 
-@pytest.mark.parametrize(("count", "expected"), [(2, 1), (20, 6), (60, 18), (107, 32), (400, 40), (9000, 500)])
-def test_rows_held_out_by_default_have_the_labels_in_proportion(count, expected):
+SHARES = [(2, None, 1), (20, None, 6), (60, None, 18), (107, None, 32), (400, None, 40), (9000, None, 500),
+          (60, 0.1, 6), (60, 0.5, 30), (40, 0.01, 1), (9000, 0.2, 500)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "share", "expected"), SHARES)
+def test_held_out_rows_have_the_labels_in_proportion(count, share, expected):
     pool = examples(count)
     groups = ["rare" if i % 5 == 0 else "often" for i in range(count)]
-    kept, held = hold_out_of_groups(pool, groups, None, seed=0)
+    assert count_held_out(count, share) == expected
+    kept, held = hold_out(pool, groups, expected, seed=0)
     assert len(held) == expected and sorted(kept + held, key=lambda e: int(e.where.removeprefix("line "))) == pool
-    assert held != hold_out_of_groups(pool, groups, None, seed=1)[1] or count == 2
+    assert (kept, held) == hold_out(pool, groups, expected, seed=0)
+    assert held != hold_out(pool, groups, expected, seed=2)[1] or count == 2
     names = dict(zip((e.where for e in pool), groups, strict=True))
-    share = sum(names[e.where] == "rare" for e in held)
-    assert abs(share - expected * groups.count("rare") / count) <= 1
-    assert len(hold_out_of_groups(pool, groups, 1, seed=0)[1]) == 1
-    with pytest.raises(RequestError, match=f"too few to hold {count} out"):
-        hold_out_of_groups(pool, groups, count, seed=0)
+    of_rare = sum(names[e.where] == "rare" for e in held)
+    assert abs(of_rare - expected * groups.count("rare") / count) <= 1
+    with pytest.raises(RequestError, match=f"has {count} row.*too few to hold {count} out.*data.hold_out=0"):
+        hold_out(pool, groups, count, seed=0)
 
 
-@pytest.mark.parametrize(("count", "share", "expected"), [(60, 0.1, 6), (60, 0.5, 30), (40, 0.01, 1), (9000, 0.2, 500)])
-def test_hold_out_splits_the_rows_in_two_by_the_seed(count, share, expected):
-    pool = examples(count)
-    kept, held = hold_out(pool, share, seed=0)
-    assert len(held) == expected
-    assert sorted(kept + held, key=lambda e: int(e.where.removeprefix("line "))) == pool
-    assert (kept, held) == hold_out(pool, share, seed=0)
-    assert held != hold_out(pool, share, seed=2)[1]
-    with pytest.raises(RequestError, match=r"data.train has 1 row.*give data.dev, or data.test with data.hold_out=0"):
-        hold_out(pool[:1], share, seed=0)
+def test_a_share_that_is_held_out_takes_no_label_away(tmp_path):
+    rows = [{"text": f"row {i}", "label": f"label {i % 12}"} for i in range(24)]
+    data = DataConfig(train=str(write_rows(tmp_path / "rows.jsonl", rows)), hold_out=0.3)
+    for seed in range(5):
+        kept, held = _held_out(rows, data, seed)
+        assert len(held) == 7 and {row["label"] for row in kept} == {row["label"] for row in rows}
 
 
 def test_a_run_is_not_tested_on_rows_it_was_trained_on(tmp_path):

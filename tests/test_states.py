@@ -3,11 +3,13 @@
 import logging
 import random
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from folders import refused, tezo
+from real_vllm import PYTHON, real_server, states_behind
 from safetensors.torch import load_file
 from vllm_server import NAME, a_change, some_asked, vllm_home, vllm_server
 
@@ -20,6 +22,7 @@ from tezo.models.lora import Adapter, attach_adapter
 from tezo.system.errors import RequestError
 
 DOWN = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+PORT = 8441
 OTHERS = ["model.layers.1.mlp.up_proj", "model.layers.1.self_attn.o_proj"]
 
 
@@ -51,6 +54,15 @@ def model(home):
     return transformers.AutoModelForCausalLM.from_pretrained(home / NAME).eval()
 
 
+@pytest.fixture(scope="module")
+def address(home):
+    arguments = ["--dtype", "float32", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "16"]
+    arguments += ["--lora-target-modules", "down_proj", *states_behind((0, 1), home / "shown")]
+    benchmarks = str(Path(__file__).resolve().parents[1] / "benchmarks")
+    with real_server(home / NAME, PORT, arguments, home / "server.log", PYTHONPATH=benchmarks):
+        yield f"http://127.0.0.1:{PORT}"
+
+
 @contextmanager
 def changed(model, change):
     handles = attach_adapter(model, Adapter(next(iter(change.values()))[0].shape[0], change)) if change else []
@@ -80,7 +92,10 @@ def in_torch(model, change, text, added=None):
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_inputs_are_those_that_torch_sees_on_the_rows_that_are_read(engine, model, rank):
-    change = a_change(model, ranks=(rank,)) if rank else {}
+    check_inputs(engine, model, a_change(model, ranks=(rank,)) if rank else {})
+
+
+def check_inputs(engine, model, change) -> None:
     asked = some_asked(random.Random(0), several=True, likely=1)
     places = torch.arange(len(asked.text_P))[1:]
     watched = engine.watch(change, asked, Watch([*OTHERS, *DOWN], means=True, places=places))
@@ -111,6 +126,10 @@ def test_an_input_is_read_in_parts_where_adapters_have_no_room(home, standin, en
 
 @pytest.mark.parametrize("name", DOWN)
 def test_a_vector_is_added_to_the_outputs_of_its_tokens_alone(engine, model, name):
+    check_added(engine, model, name)
+
+
+def check_added(engine, model, name) -> None:
     asked = some_asked(random.Random(2), several=True, likely=1)
     n_M = torch.randn(64, generator=torch.Generator().manual_seed(0))
     added = []
@@ -221,3 +240,25 @@ def test_where_nothing_is_seen_and_no_weight_is_there_directions_are_random(home
             "--output", tmp_path / "other", "--method", "gauss-newton",
         )  # fmt: skip
         refused(named, "the folder has none")
+
+
+@pytest.mark.skipif(PYTHON is None, reason="no vLLM here: TEZO_VLLM names the python of an environment with it")
+@pytest.mark.slow
+def test_a_real_server_shows_inputs_and_takes_vectors(home, model, address):
+    engine = load(ModelConfig(name=str(home / "card"), engine=address)).engine
+    check_inputs(engine, model, {name: pair for name, pair in a_change(model).items() if name in DOWN})
+    for name in DOWN:
+        check_added(engine, model, name)
+    engine._client._leftovers.remove()
+    assert not any((home / "shown").iterdir())
+
+
+@pytest.mark.skipif(PYTHON is None, reason="no vLLM here: TEZO_VLLM names the python of an environment with it")
+@pytest.mark.slow
+def test_the_default_on_a_real_server_reads_no_weight(home, address, tmp_path):
+    found = tezo(
+        "train", "--model", home / "card", "--engine", address, "--data", home / "labels.jsonl", "--test",
+        home / "labels.jsonl", "--output", tmp_path / "run", "--steps", "1", "--set", "method.targets=[down_proj]",
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    assert "gauss-newton on" in found.out + found.err

@@ -66,26 +66,22 @@ def per_class(
     return [sorted(part) for part in chosen]
 
 
-def hold_out(rows: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """Returns (kept rows, held-out rows): a random fraction `share` is held out, from 1 to `MOST_HELD_OUT` rows."""
-    count = min(MOST_HELD_OUT, max(1, round(share * len(rows))))
-    if count >= len(rows):
-        raise _too_few(len(rows), count)
-    held, kept = parts(rows, (count, len(rows) - count), seed, "hold_out")
-    return kept, held
+def count_held_out(rows: int, share: float | None) -> int:
+    """Returns how many of some rows are held out, from 1 to `MOST_HELD_OUT`.
 
-
-def hold_out_of_groups(
-    rows: Sequence[T], groups: Sequence[str], count: int | None, seed: int
-) -> tuple[list[T], list[T]]:
-    """Returns (kept rows, held-out rows), with the groups in proportion in both.
-
-    `count` rows are held out; None: a tenth, at least `LEAST_HELD_OUT` or `SHARE_OF_FEW` of the rows, and at most
-    `MOST_HELD_OUT`. Too few rows are a `RequestError`.
+    `share` of them; None: a tenth, at least `LEAST_HELD_OUT` or `SHARE_OF_FEW` of the rows.
     """
-    if count is None:
-        least = min(LEAST_HELD_OUT, round(SHARE_OF_FEW * len(rows)))
-        count = min(MOST_HELD_OUT, max(1, least, round(len(rows) / 10)))
+    least = min(LEAST_HELD_OUT, round(SHARE_OF_FEW * rows))
+    count = round(share * rows) if share is not None else max(least, round(rows / 10))
+    return min(MOST_HELD_OUT, max(1, count))
+
+
+def hold_out(rows: Sequence[T], groups: Sequence[str], count: int, seed: int) -> tuple[list[T], list[T]]:
+    """Returns (kept rows, `count` held-out rows), with the groups in proportion in both.
+
+    Raises:
+        RequestError: there are too few rows.
+    """
     if count >= len(rows):
         raise _too_few(len(rows), count)
     order = permutation(len(rows), seed=seed, step=0, name="hold_out")
@@ -324,11 +320,10 @@ def _held_out(rows: list[Row], data: DataConfig, seed: int) -> tuple[list[Row], 
     """Returns (training rows, dev rows) of rows without separate dev rows."""
     if data.hold_out == 0:
         return rows, []
-    if data.hold_out is not None:
-        kept, held = hold_out(rows, data.hold_out, seed)
-        return kept, _drawn_dev(held, data, seed)
-    groups = [str(row.get(data.label)).strip() for row in rows]
-    return hold_out_of_groups(rows, groups, data.num_dev, seed)
+    groups, share = [str(row.get(data.label)).strip() for row in rows], data.hold_out
+    count = data.num_dev if share is None and data.num_dev is not None else count_held_out(len(rows), share)
+    kept, held = hold_out(rows, groups, count, seed)
+    return kept, held if share is None else _drawn_dev(held, data, seed)
 
 
 def _by_class(rows: Splits, form: Format, data: DataConfig, seed: int, takes_dev: bool) -> Splits:

@@ -16,11 +16,13 @@ from tezo.runs.step_log import Rollback, ScorerChange
 from tezo.runs.words import BETTER, HARDLY, NO_BETTER, OPTIONS_LOSS, TEXT_LOSS, metric_text, minus
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup
+from tezo.tasks.calibration import MOST
 from tezo.tasks.evaluation import CALIBRATION_ERROR, Metrics
 from tezo.tasks.formats import default_template
 from tezo.tasks.objectives.objective import Encoded
 from tezo.tasks.paired import LEVEL
 from tezo.tasks.scoring import MISSING_SCORES, REWARD
+from tezo.tasks.splits import too_few_to_judge
 from tezo.tasks.untuned import BIAS, PROBE
 from tezo.training.evaluations import InCommon
 from tezo.training.job import Job, parameter_counts, plan
@@ -172,7 +174,9 @@ def sureness(summary: Mapping[str, Any]) -> str:
     error = f"The expected calibration error of its probabilities is {was}{after} after"
     if calibrated is not None:
         rows = "these rows themselves" if found["same_rows"] else f"the {found['dev_rows']:,} dev rows"
-        return f"{error}, and {calibrated} at a temperature of {found['temperature']:.3g}, fitted to {rows}."
+        rows += ", which are few: another draw of them may give another one" * too_few_to_judge(found["dev_rows"])
+        even = ", at which all labels are about as likely" * (found["temperature"] >= MOST)
+        return f"{error}, and {calibrated} at a temperature of {found['temperature']:.3g}{even}, fitted to {rows}."
     if found["dev_rows"] == 0:
         return f"{error}; no temperature is fitted, because there are no dev rows (data.dev names some)."
     return (

@@ -1,0 +1,41 @@
+"""The table of looks by the states that a server shows, drawn from `served_looks.json`."""
+
+from drawing import grid, machine, read
+
+LINES = {
+    "torch": "looks and passes in torch",
+    "8 states": "server, states behind 8 blocks",
+    "4 states": "server, states behind 4 blocks",
+    "packed, 4 states": "server with 4-bit weights, 4 blocks",
+    "no states": "server, no states",
+}
+"""Line of the results -> its name in the table."""
+TASKS = {"issues": "titles", "sst2": "SST-2"}
+
+
+def served_looks() -> str:
+    """Test rows before and after each run, its method, passes and seconds."""
+    runs = {}
+    for name, run in read("served_looks")["runs"].items():
+        task, _, line = name.rpartition(", seed ")[0].split("/")
+        runs[task, line] = run
+    rows = []
+    for (task, line), run in sorted(
+        runs.items(), key=lambda own: ([*TASKS].index(own[0][0]), [*LINES].index(own[0][1]))
+    ):
+        levels = [f"{100 * run[when]['accuracy']:.1f} % / {run[when]['loss']:.3f}" for when in ("before", "after")]
+        rows.append(
+            [TASKS[task], LINES[line], f"`{run['method']}`", *levels, f"{run['passes']:.0f}", f"{run['seconds']:.0f}"]
+        )
+    table = grid(["96 rows of", "", "method", "untuned", "tuned", "passes", "seconds"], rows)
+    ran = list(runs.values())
+    count = ran[0]["rows"]["train"]
+    return (
+        f"{table}\nSmolLM2-135M in bfloat16 (torch computes in float32), {count} training rows, one seed, `down_proj` "
+        "tuned; accuracy and loss of the test rows. Servers have vLLM 0.32 on one thread, adapters of rank 16, and a "
+        "client with the configuration and the tokenizer alone. Seconds were measured beside other work. "
+        f"`python benchmarks/served_looks.py`; {machine(ran[0])}.\n"
+    )
+
+
+SERVED_TABLES = {"served-looks": served_looks}
