@@ -171,7 +171,10 @@ def test_a_run_keeps_the_temperature_of_its_dev_rows_and_the_errors_of_its_test_
     for when in ("before", "after"):
         assert summary[when]["calibration_error"] == pytest.approx(found[when], abs=1e-12)
     assert sum(one["rows"] for one in found["bins"]) == 50
-    assert f"at a temperature of {found['temperature']:.3g}, fitted to the 30 dev rows, which are few" in summary["verdict"]
+    assert (
+        f"at a temperature of {found['temperature']:.3g}, fitted to the 30 dev rows, which are few"
+        in summary["verdict"]
+    )
 
 
 def test_predict_has_the_probabilities_at_this_temperature_and_the_same_answers(home, tmp_path):

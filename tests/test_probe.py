@@ -74,18 +74,20 @@ def labelled_job(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("method", "end", "said"),
     [
-        (0.9, "ends at 90.0 %, above the untuned model, the bias and the probe."),
-        (0.832, "ends at 83.2 %, above the untuned model and the bias, level with the probe."),
-        (0.76, "ends at 76.0 %, above the bias, below the untuned model and the probe."),
-        (0.6, "ends at 60.0 %, below the untuned model, the bias and the probe."),
-        (None, ""),
+        ("gauss-newton", 0.9, "ends at 90.0 %, above the untuned model, the bias and the probe."),
+        ("gauss-newton", 0.832, "ends at 83.2 %, above the untuned model and the bias, level with the probe."),
+        ("tezo", 0.76, "ends at 76.0 %, above the bias, below the untuned model and the probe."),
+        ("gauss-newton", 0.6, "and the probe. `--method probe` writes a probe into the model."),
+        ("probe", 0.6, "ends at 60.0 %, below the untuned model, the bias and the probe."),
+        ("tezo", None, ""),
     ],
 )
-def test_a_run_says_where_it_ends_beside_the_untuned_model(end, said):
+def test_a_run_says_where_it_ends_beside_the_untuned_model(method, end, said):
     after = {} if end is None else {"accuracy": end}
     summary = {
+        "method": method,
         "before": {"accuracy": 0.8},
         "after": after,
         "untuned": {"bias": {"accuracy": 0.75}, "probe": {"accuracy": 0.832}},

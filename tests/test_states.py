@@ -116,12 +116,16 @@ def test_an_input_is_read_in_parts_where_adapters_have_no_room(home, standin, en
     looks, asked = engine._looks, some_asked(random.Random(1), several=True, likely=1)
     whole = engine.watch({}, asked, Watch(DOWN)).inputs
     looks._known.clear()
-    looks._room = 24
+    looks._room = 32
     parts = engine.watch({}, asked, Watch(DOWN))
     for name in DOWN:
         torch.testing.assert_close(parts.inputs[name].at_PI, whole[name].at_PI, rtol=0.02, atol=0.02)
-    assert parts.times == 2 + 3 * len(DOWN), "the pass, the states, and three parts of each layer"
-    assert [part.stop - part.start for part in looks._parts(looks.layers[DOWN[0]])] == [24, 24, 16]
+    assert parts.times == 2 + 2 * len(DOWN), "the pass, the states, and two parts of each layer"
+    assert [part.stop - part.start for part in looks._parts(looks.layers[DOWN[0]])] == [32, 32]
+    ranks = []
+    standin.alters = lambda adapter: ranks.append(adapter.rank) or adapter
+    check_inputs(engine, model, a_change(model, ranks=(5,)))
+    assert max(ranks) == 32, "beside the change there is room for 27"
 
 
 @pytest.mark.parametrize("name", DOWN)
@@ -214,14 +218,15 @@ def test_looks_are_of_the_server_that_shows_states_and_passes_of_the_others(home
 
 
 @pytest.mark.slow
-def test_the_default_looks_without_a_weight(home, standin, tmp_path):
+@pytest.mark.parametrize("more", [(), ("--method", "probe")], ids=str)
+def test_the_default_and_a_probe_look_without_a_weight(home, standin, tmp_path, more):
     run = tmp_path / "run"
     found = tezo(
         "train", "--model", str(home / "card"), "--engine", standin.url, "--data", str(home / "labels.jsonl"),
-        "--test", str(home / "labels.jsonl"), "--output", str(run), "--steps", "2",
+        "--test", str(home / "labels.jsonl"), "--output", str(run), *(more or ("--steps", "2")),
     )  # fmt: skip
     assert found.code == 0, found.err
-    assert "gauss-newton on" in found.out + found.err
+    assert f"{more[-1] if more else 'gauss-newton'} on" in found.out + found.err
     tensors = load_file(run / "adapter/adapter_model.safetensors")
     changed = {n for n, b_OR in tensors.items() if ".lora_B." in n and (b_OR @ tensors[n.replace("_B", "_A")]).any()}
     assert changed and all(any(down in name for down in DOWN) for name in changed)

@@ -239,12 +239,12 @@ class Server(Engine):
 
         def under(name: str) -> list[T]:
             with ThreadPoolExecutor(STATES_AT_ONCE) as threads:
-                found = list(threads.map(lambda text: of_text(name, text), texts))
-            current().count(len(texts))
-            return found
+                return list(threads.map(lambda text: of_text(name, text), texts))
 
         with self._folder(change) as folder:
-            return self._under_each([folder], under)[0]
+            (found,) = self._under_each([folder], under)
+        current().count(len(texts))
+        return found
 
     def generate(
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing

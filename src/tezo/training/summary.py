@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tezo.methods import HEAD_FEEDBACK, method
+from tezo.methods import GAUSS_NEWTON, HEAD_FEEDBACK, method
 from tezo.models.kinds import Kind
 from tezo.models.quantization import stored_bytes
 from tezo.models.saving import Tuning
@@ -137,9 +137,10 @@ def against_untuned(summary: Mapping[str, Any]) -> str:
     for name, value in {"untuned model": summary["before"]["accuracy"], **lines}.items():
         places["above" if end > value else "below" if end < value else "level with"].append(f"the {name}")
     where = ", ".join(f"{place} {_listed(names)}" for place, names in places.items() if names)
+    is_below = summary["method"] == GAUSS_NEWTON and end < lines.get(PROBE, end)
     return (
         f"The untuned model has an accuracy of {first}, {_listed(texts)} on these rows; this run ends at "
-        f"{metric_text('accuracy', end)}, {where}."
+        f"{metric_text('accuracy', end)}, {where}.{' `--method probe` writes a probe into the model.' * is_below}"
     )
 
 
