@@ -206,6 +206,20 @@ def test_a_file_that_is_not_of_the_answer_is_neither_read_nor_removed(home, stan
     assert (tmp_path / name).read_text() == "mine"
 
 
+def test_states_of_another_prompt_are_asked_for_again_and_refused(home, standin):
+    write, times = standin.write_states, []
+
+    def of_another(name, prompt):
+        times.append(prompt)
+        return write(name, [*prompt[:-1], prompt[-1] - 1])
+
+    engine = load(ModelConfig(name=str(home / "card"), engine=standin.url)).engine
+    standin.write_states = of_another
+    with pytest.raises(RequestError, match=r"states of another prompt in cmpl-.*; give the address"):
+        assert engine.watches_some
+    assert len(times) == 2
+
+
 def test_looks_are_of_the_server_that_shows_states_and_passes_of_the_others(home, standin):
     with vllm_server(home / NAME) as plain:
         engine = load(ModelConfig(name=str(home / "card"), engine=f"{standin.url},{plain.url}")).engine

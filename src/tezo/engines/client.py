@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from tezo.engines.completions import (
     Model,
     answers_of,
@@ -20,7 +22,7 @@ from tezo.engines.completions import (
 )
 from tezo.engines.connection import Connection, Reply, shown
 from tezo.engines.prompts import Answer, Prompt
-from tezo.engines.states import Leftovers, StatesFile
+from tezo.engines.states import Leftovers, StatesFile, load_states
 from tezo.forward.answers import MalformedError, once_more
 from tezo.forward.engine import Continuing, EngineLostError
 from tezo.system.errors import RequestError
@@ -120,11 +122,29 @@ class Client:
             count,
         )
 
-    def states(self, model: str, prompt: Sequence[int]) -> StatesFile | None:
-        """Returns the file with the states of a prompt, see `states_of`; it is for the caller to remove."""
+    def states_file(self, model: str, prompt: Sequence[int]) -> StatesFile | None:
+        """Returns the file with the states of a prompt, see `states_of`; it is removed later."""
+        file = self._of_states(model, prompt, lambda file: file)
+        if file is not None:
+            self._leftovers.add(file)
+        return file
+
+    def states(self, model: str, prompt: Sequence[int]) -> Tensor:
+        """Returns the states of a prompt, see `load_states`."""
+
+        def read(file: StatesFile | None) -> Tensor:
+            if file is None:
+                raise MalformedError("no path of states, which an answer had before")
+            return load_states(file, prompt)
+
+        return self._of_states(model, prompt, read)
+
+    def _of_states(self, model: str, prompt: Sequence[int], read: Callable[[StatesFile | None], T]) -> T:
         body: dict[str, Any] = {"model": model, "prompt": [list(prompt)], "max_tokens": 1, "temperature": 0}
         body |= {"return_token_ids": True, **AS_THE_MODEL_SAYS}
-        return self._asked("POST", COMPLETIONS, body, lambda reply: states_of(reply.json(), model, prompt), len(prompt))
+        return self._asked(
+            "POST", COMPLETIONS, body, lambda reply: read(states_of(reply.json(), model, prompt)), len(prompt)
+        )
 
     def _completion(self, reply: Reply) -> Any:
         """Returns an answer of /v1/completions; files with states that nobody reads are noted, to be removed."""

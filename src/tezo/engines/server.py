@@ -31,7 +31,7 @@ from tezo.engines.connection import shown
 from tezo.engines.looks import Looks, Text
 from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
 from tezo.engines.second_copy import TEXT, SecondCopy, by_kind, compared, left_out, random_change
-from tezo.engines.states import READ, ends_of_blocks, load_states, placed, tried_layer
+from tezo.engines.states import READ, ends_of_blocks, placed, tried_layer
 from tezo.engines.workers import Workers
 from tezo.forward.engine import (
     Asked,
@@ -163,7 +163,7 @@ class Server(Engine):
         )
         self._base = next(each.name for each in models if each.parent is None)
         self._check_same()
-        self._states_file = again(lambda: self._client.states(self._base, self._text))
+        self._states_file = again(lambda: self._client.states_file(self._base, self._text))
         self.check_changes()
 
     def changes(self, module: str) -> bool:
@@ -206,7 +206,7 @@ class Server(Engine):
             )  # fmt: skip
             return None
         with current().phase(CHECKING):
-            states = load_states(self._states_file, self._text)
+            states = again(lambda: self._client.states(self._base, self._text))
             layers = ends_of_blocks(self._model, states.shape[-1])
             size = float(states[1:].square().mean().sqrt()) * states.shape[-1] ** 0.5
             tried = [tried_layer(name, layer, i, size) for i, (name, layer) in enumerate(layers.items())]
@@ -231,15 +231,9 @@ class Server(Engine):
     def _states(self, change: Change, texts: Sequence[Text], keep: Callable[[Tensor], T]) -> list[T]:
         """Returns what is kept of the states of each text under a change."""
 
-        def of_text(name: str, text: Text) -> T:
-            file = self._client.states(name, text)
-            if file is None:
-                raise EngineLostError(f"model.engine: the server at {self._client.address} shows no states any more.")
-            return keep(load_states(file, text))
-
         def under(name: str) -> list[T]:
             with ThreadPoolExecutor(STATES_AT_ONCE) as threads:
-                return list(threads.map(lambda text: of_text(name, text), texts))
+                return list(threads.map(lambda text: keep(self._client.states(name, text)), texts))
 
         with self._folder(change) as folder:
             (found,) = self._under_each([folder], under)
