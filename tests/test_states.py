@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from vllm_server import NAME, a_change, some_asked, vllm_home, vllm_server
 
 from tezo.engines import load
+from tezo.engines.prompts import Prompt
 from tezo.engines.states import LEAST_IN_SPAN, READ, placed, tried_layer
 from tezo.engines.workers import Workers
 from tezo.forward.engine import HEAD, Watch
@@ -154,7 +155,8 @@ def check_added(engine, model, name) -> None:
     assert moved > 1.0 and off < 0.1 * moved
 
 
-def test_files_of_states_are_removed_whoever_asked(standin, engine):
+def test_files_of_states_are_removed_whoever_asked(standin, engine, monkeypatch):
+    monkeypatch.setattr("tezo.engines.states.MOST_LEFT", 10**6)
     asked = some_asked(random.Random(0), several=True, likely=1)
     engine.log_probs([{}, {}], asked)
     engine.watch({}, asked, Watch(DOWN))
@@ -194,7 +196,34 @@ def test_states_in_a_folder_that_is_not_seen_here_are_said(home, standin, caplog
     with caplog.at_level(logging.WARNING):
         engine = load(ModelConfig(name=str(home / NAME), engine=standin.url)).engine
         assert not engine.watches_some
-    assert "which is not seen here" in caplog.text
+    assert "are not seen here" in caplog.text
+
+
+def test_states_that_never_come_are_said_and_the_run_goes_on_without(home, standin, caplog, monkeypatch):
+    """The folder has the name of one here, and is on another machine."""
+    monkeypatch.setattr("tezo.engines.server.SECONDS_OF_THE_FIRST", 0.1)
+    standin.named = lambda path: path.rename(path.with_suffix(".gone")) and path
+    with caplog.at_level(logging.WARNING):
+        engine = load(ModelConfig(name=str(home / NAME), engine=standin.url)).engine
+        assert not engine.watches(HEAD) and not engine.watches_some
+    assert "are not seen here" in caplog.text
+
+
+def test_layers_that_are_not_shown_are_refused_before_the_run(home, standin, tmp_path):
+    found = tezo(
+        "train", "--model", home / "card", "--engine", standin.url, "--data", home / "labels.jsonl", "--test",
+        home / "labels.jsonl", "--output", tmp_path / "run", "--set", "method.targets=[o_proj]",
+    )  # fmt: skip
+    refused(found, "method.targets", "such as down_proj")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_request_has_few_prompts_where_each_leaves_a_file(engine, standin):
+    prompts = [Prompt([4] * 200, {0: 0}) for _ in range(100)]
+    assert [len(part) for part in engine._parts(range(100), prompts)] == [40, 40, 20]
+    standin.states = None
+    plain = load(ModelConfig(name=engine._model.name_or_path, engine=standin.url)).engine
+    assert [len(part) for part in plain._parts(range(100), prompts)] == [100]
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "cmpl-of-another.safetensors"])

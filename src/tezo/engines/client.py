@@ -22,7 +22,7 @@ from tezo.engines.completions import (
 )
 from tezo.engines.connection import Connection, Reply, shown
 from tezo.engines.prompts import Answer, Prompt
-from tezo.engines.states import Leftovers, StatesFile, load_states
+from tezo.engines.states import SECONDS_OF_A_FILE, Leftovers, StatesFile, load_states
 from tezo.forward.answers import MalformedError, once_more
 from tezo.forward.engine import Continuing, EngineLostError
 from tezo.system.errors import RequestError
@@ -129,13 +129,13 @@ class Client:
             self._leftovers.add(file)
         return file
 
-    def states(self, model: str, prompt: Sequence[int]) -> Tensor:
+    def states(self, model: str, prompt: Sequence[int], seconds: float = SECONDS_OF_A_FILE) -> Tensor:
         """Returns the states of a prompt, see `load_states`."""
 
         def read(file: StatesFile | None) -> Tensor:
             if file is None:
                 raise MalformedError("no path of states, which an answer had before")
-            return load_states(file, prompt)
+            return load_states(file, prompt, seconds)
 
         return self._of_states(model, prompt, read)
 

@@ -18,7 +18,7 @@ import torch
 
 from tezo.engines.connection import Reply, shown
 from tezo.engines.prompts import Answer, Prompt
-from tezo.engines.states import StatesFile
+from tezo.engines.states import SUFFIX, StatesFile
 from tezo.forward.answers import MalformedError
 
 Kind = TypeVar("Kind", dict[str, Any], list[Any], str, int)
@@ -34,7 +34,7 @@ ENDS = ("stop", "length")
 MOST_DIGITS = 9
 """Digits of a token that a vocabulary may have."""
 ENDED, ECHO, MARK = "finish_reason", "prompt_token_ids", "token_id:"
-STATES = "hidden_states_path"
+STATES, ANSWER = "hidden_states_path", "cmpl-"
 OF_NEXT = ("tokens", "token_logprobs", "top_logprobs")
 VALUE = "the value"
 NAMES = {dict: "an object", list: "a list", str: "text", int: "a whole number"}
@@ -132,7 +132,8 @@ def states_file(found: Any) -> StatesFile | None:
     if (more := _of(dict, found, VALUE).get("kv_transfer_params")) is None or STATES not in more:
         return None
     path, answer = Path(_member(more, STATES, str)), _member(found, "id", str)
-    if not (answer and path.is_absolute() and path.name.startswith(answer)):  # it is going to be removed
+    is_own = answer.startswith(ANSWER) and len(answer) > len(ANSWER) and path.name.startswith(answer)
+    if not (is_own and path.is_absolute() and path.suffix == SUFFIX):  # it is going to be removed
         raise MalformedError(f"{STATES} is {shown(str(path))}, not an absolute path of a file for {shown(answer)}")
     return StatesFile(path, answer, len(_member(found, "choices", list)))
 

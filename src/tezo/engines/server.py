@@ -31,9 +31,10 @@ from tezo.engines.connection import shown
 from tezo.engines.looks import Looks, Text
 from tezo.engines.prompts import Answer, Prompt, prompts_of, told_of
 from tezo.engines.second_copy import TEXT, SecondCopy, by_kind, compared, left_out, random_change
-from tezo.engines.states import READ, ends_of_blocks, placed, tried_layer
+from tezo.engines.states import ends_of_blocks, placed, tried_layer
 from tezo.engines.workers import Workers
 from tezo.forward.engine import (
+    HEAD,
     Asked,
     Change,
     Continuing,
@@ -62,10 +63,14 @@ PROBE = "The answer, 42 times: naïve."
 T = TypeVar("T")
 AT_ONCE = 8
 """Changes that are computed side by side; vLLM puts as many of them into a batch as its max_loras allows."""
+SECONDS_OF_THE_FIRST = 10.0
+"""For how long the first states are waited for, which may be on another machine."""
+PROMPTS_OF_STATES, TOKENS_OF_STATES = 64, 8192
+"""Prompts of a request, and their tokens, at most, where each has a file of states."""
 STATES_AT_ONCE = 32
 """Prompts whose states are asked for side by side."""
-LEAST_ROOM = 8
-"""Rank of the adapters that find the layers whose inputs can be read."""
+LEAST_ROOM, MOST_ROOM = 8, 256
+"""Rank of the adapters that find the layers whose inputs can be read, and of those that read, at most."""
 OWN = f"tezo-{socket.gethostname()}-"
 """What names of adapters of this machine begin with, before the number of the process."""
 MOST_DIGITS = 10
@@ -187,7 +192,7 @@ class Server(Engine):
         return self._looks is not None
 
     def watches(self, module: str) -> bool:
-        return self._looks is not None and module in self._looks.layers
+        return module != HEAD and self._looks is not None and module in self._looks.layers
 
     def watch(self, change: Change, asked: Asked, watch: Watch) -> Watched:
         if self._looks is None:
@@ -199,14 +204,18 @@ class Server(Engine):
         """Watches layers by the states that the server shows; None: it shows none, or none of a layer."""
         if self._states_file is None:
             return None
-        if not self._states_file.path.parent.is_dir():
-            logger.warning(
-                "The server at %s writes states into %s, which is not seen here: looks do not use them, and nobody "
-                "removes their files.", self._client.address, self._states_file.path.parent,
-            )  # fmt: skip
-            return None
+        folder = self._states_file.path.parent
         with current().phase(CHECKING):
-            states = again(lambda: self._client.states(self._base, self._text))
+            try:
+                if not os.access(folder, os.R_OK | os.W_OK):
+                    raise EngineLostError
+                states = self._client.states(self._base, self._text, SECONDS_OF_THE_FIRST)
+            except EngineLostError:
+                logger.warning(
+                    "The server at %s writes states into %s, whose files are not seen here or cannot be removed: looks "
+                    "do not use them, and nobody removes them.", self._client.address, folder,
+                )  # fmt: skip
+                return None
             layers = ends_of_blocks(self._model, states.shape[-1])
             size = float(states[1:].square().mean().sqrt()) * states.shape[-1] ** 0.5
             tried = [tried_layer(name, layer, i, size) for i, (name, layer) in enumerate(layers.items())]
@@ -218,12 +227,14 @@ class Server(Engine):
             return Looks(seen, self._room(), self._states, self.log_probs) if seen else None
 
     def _room(self) -> int:
-        """Returns a rank of which the server takes adapters, `READ` at most."""
-        rank = READ
+        """Returns a rank of which the server takes adapters: 256 at most, from 8 on by doubling."""
+        rank = MOST_ROOM
         while rank > LEAST_ROOM:
             try:
                 self.reserve(rank)
                 break
+            except EngineLostError:
+                raise
             except RequestError:
                 rank //= 2
         return rank
@@ -408,9 +419,21 @@ class Server(Engine):
             groups.setdefault(prompt.wanted, []).append(i)
         found: dict[int, Answer] = {}
         for group in groups.values():
-            answers = self._client.answers(name, [prompts[i] for i in group], likely, self._vocabulary)
-            found |= dict(zip(group, answers, strict=True))
+            for part in self._parts(group, prompts):
+                answers = self._client.answers(name, [prompts[i] for i in part], likely, self._vocabulary)
+                found |= dict(zip(part, answers, strict=True))
         return [found[i] for i in range(len(prompts))]
+
+    def _parts(self, group: Sequence[int], prompts: Sequence[Prompt]) -> Iterator[list[int]]:
+        """Yields the prompts of each request: all of them, or fewer where each leaves a file until it is answered."""
+        part: list[int] = []
+        for i in group:
+            tokens = sum(len(prompts[j].tokens) for j in [*part, i])
+            if part and self.shows_states and (len(part) == PROMPTS_OF_STATES or tokens > TOKENS_OF_STATES):
+                yield part
+                part = []
+            part.append(i)
+        yield part
 
     def _again(self, ask: Callable[[], T]) -> T:
         """Returns what is answered: asked again where the server has been started anew, and has no adapter any more."""

@@ -48,8 +48,10 @@ NEAR = 0.01
 """lambda, as a part of the mean square of A x of the tokens."""
 SECONDS_OF_A_FILE = 60.0
 """For how long a file is waited for, which is written behind the answer."""
-MOST_LEFT = 256
+MOST_LEFT = 64
 """Prompts whose files are removed together."""
+SWEEPS = 3
+"""Times that files of an answer are looked for."""
 SUFFIX, LOCK = ".safetensors", ".lock"
 
 
@@ -68,25 +70,27 @@ class StatesFile:
     prompts: int
 
 
-def load_states(file: StatesFile, tokens: Sequence[int]) -> Tensor:
+def load_states(file: StatesFile, tokens: Sequence[int], seconds: float = SECONDS_OF_A_FILE) -> Tensor:
     """Returns the states of a prompt (T, n, D) in float32, and removes their file.
 
     Raises:
-        EngineLostError: it is not there within `SECONDS_OF_A_FILE`.
+        EngineLostError: it is not there after so many seconds.
         MalformedError: it is of another prompt.
     """
-    until, wait = time.monotonic() + SECONDS_OF_A_FILE, 0.002
+    until, wait = time.monotonic() + seconds, 0.002
     while True:
         with suppress(OSError, SafetensorError):  # not there yet, or not whole
             if not _is_being_written(file.path):
                 found = load_file(file.path)
                 break
         if time.monotonic() > until:
+            _remove(file.path)  # what a full disk has left of it
             raise EngineLostError(f"model.engine: {file.path}, in which a server said states are, cannot be read.")
         time.sleep(wait)
         wait = min(2 * wait, 0.2)
-    _remove(file.path)
     states, prompt = found.get("hidden_states"), found.get("token_ids")
+    if states is not None and prompt is not None:
+        _remove(file.path)
     if (
         states is None
         or prompt is None
@@ -127,30 +131,34 @@ class Leftovers:
     """
 
     def __init__(self) -> None:
-        self._left: dict[str, list[Any]] = {}  # answer -> [folder, files that are still to come]
+        self._left: dict[str, list[Any]] = {}  # answer -> [folder, files that are still to come, sweeps]
         self._lock = Lock()
         atexit.register(self.remove)
 
     def add(self, file: StatesFile) -> None:
-        """Notes the files of an answer."""
+        """Notes the files of an answer, unless their folder is not seen here."""
+        if not file.path.parent.is_dir():
+            return
         with self._lock:
-            self._left[file.answer] = [file.path.parent, file.prompts]
-            many = sum(count for _, count in self._left.values()) >= MOST_LEFT
+            self._left[file.answer] = [file.path.parent, file.prompts, 0]
+            many = sum(count for _, count, _ in self._left.values()) >= MOST_LEFT
         if many:
             self.remove()
 
     def remove(self) -> None:
         """Removes those files that are there."""
         with self._lock:
-            for folder in {folder for folder, _ in self._left.values()}:
+            for folder in {folder for folder, *_ in self._left.values()}:
                 self._remove_in(folder)
-            self._left = {answer: left for answer, left in self._left.items() if left[1] > 0}
+            for left in self._left.values():
+                left[2] += 1
+            self._left = {answer: left for answer, left in self._left.items() if left[1] > 0 and left[2] < SWEEPS}
 
     def _remove_in(self, folder: Path) -> None:
         with suppress(OSError):
             for path in folder.glob(f"*{SUFFIX}"):
                 answer = next(
-                    (a for a, (of, _) in self._left.items() if of == folder and path.name.startswith(a)), None
+                    (a for a, (of, *_) in self._left.items() if of == folder and path.name.startswith(a)), None
                 )
                 if answer is not None and not _is_being_written(path):
                     _remove(path)
@@ -235,7 +243,7 @@ def placed(tried: SeenLayer, part: slice, before_TND: Tensor, after_TND: Tensor)
     within_TNK = change_TND @ tried.b_DK[:, part]
     size_N = change_TND.square().sum((0, 2)).sqrt()
     share_N = within_TNK.square().sum((0, 2)).sqrt() / size_N.clamp_min(1e-30)
-    state = int(share_N.argmax())
+    state = int(share_N.nan_to_num(-1.0).argmax())
     if not (torch.isfinite(size_N[state]) and float(size_N[state]) > 0 and float(share_N[state]) >= LEAST_IN_SPAN):
         return None
     h_TD = before_TND[1:, state]

@@ -94,6 +94,13 @@ def check_readable(optimizer: BaseOptimizer, loaded: LoadedModel, *, labelled: b
     if not isinstance(optimizer, ZerothOrderOptimizer):
         return
     why_not = loaded.unseen(optimizer.basis, labelled=labelled)
+    engine, modules = loaded.engine, [target.sites[0].name for target in optimizer.targets]
+    looks = engine if labelled and optimizer.basis.watches else None
+    if looks is not None and looks.watches_some and not any(map(looks.watches, modules)):
+        raise RequestError(
+            f"method.targets: {looks.name} shows inputs of other layers than these, such as down_proj of the blocks "
+            "whose states it shows; tune those too."
+        )
     if why_not is not None:
         raise RequestError(
             f"it looks at inputs of layers, for which torch needs the weights, and {why_not}; leave method.name out, "
