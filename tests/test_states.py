@@ -209,6 +209,13 @@ def test_states_that_never_come_are_said_and_the_run_goes_on_without(home, stand
     assert "are not seen here" in caplog.text
 
 
+def test_states_that_reveal_no_layer_are_said(home, standin, caplog, monkeypatch):
+    monkeypatch.setattr("tezo.engines.states.LEAST_IN_SPAN", 2.0)
+    with caplog.at_level(logging.WARNING):
+        assert not load(ModelConfig(name=str(home / NAME), engine=standin.url)).engine.watches_some
+    assert "stands behind the last layer of a block alone" in caplog.text
+
+
 def test_layers_that_are_not_shown_are_refused_before_the_run(home, standin, tmp_path):
     found = tezo(
         "train", "--model", home / "card", "--engine", standin.url, "--data", home / "labels.jsonl", "--test",

@@ -224,7 +224,13 @@ class Server(Engine):
             before, *after = (self._states(change, [tuple(self._text)], lambda found: found)[0] for change in changes)
             found = [placed(each, part, before, under) for each, under in zip(tried, after, strict=True)]
             seen = [each for each in found if each is not None]
-            return Looks(seen, self._room(), self._states, self.log_probs) if seen else None
+            if not seen:
+                logger.warning(
+                    "The server at %s shows states, and none of them stands behind the last layer of a block alone: "
+                    "looks do not use them.", self._client.address,
+                )  # fmt: skip
+                return None
+            return Looks(seen, self._room(), self._states, self.log_probs)
 
     def _room(self) -> int:
         """Returns a rank of which the server takes adapters: 256 at most, from 8 on by doubling."""
