@@ -18,6 +18,8 @@ from tezo.training.settings import recipe_folder
 
 ELSEWHERE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md", "CONTRIBUTING.md": "contributing.md"}
 """Documents outside docs/ -> their page."""
+OFF_SITE = re.compile(r"\[([^\]]*)\]\((?:\.\./examples/[^)]*|CITATION\.cff)\)")
+"""Links to what the site has no page of; their text stays."""
 API = {
     "runs": ("Runs", ("tezo.training",)),
     "methods": ("Methods", ("tezo.methods",)),
@@ -47,11 +49,11 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Leads links from docs/ to documents outside it to the pages of these."""
+    """Leads links from docs/ to documents outside it to the pages of these, where they have one."""
     del page, config, files
     for source, made in ELSEWHERE.items():
         markdown = markdown.replace(f"](../{source}", f"]({made}")
-    return markdown
+    return OFF_SITE.sub(r"\1", markdown)
 
 
 def _with_made(entry: Any, made: dict[str, list[Any]]) -> Any:
