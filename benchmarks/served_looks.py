@@ -10,7 +10,8 @@ TEZO_VLLM is the python of an environment with vLLM; where it is the package for
 - 4 states, 8 states: the default on a server that shows the states behind so many blocks of the last half. The client
   has a folder with the configuration and the tokenizer alone.
 - no states: the default on a server that shows none, from such a folder: random directions.
-- packed, 4 states: on a server with the same model in 4 bits, in the folder of --packed (compressed-tensors, W4A16).
+- packed, 4 states: on a server with the same model in 4 bits, in the folder of --packed: compressed-tensors,
+  4 bits in groups of 64, rounded to nearest by llmcompressor.
 
 The server has one thread. Writes served_looks.json after each run and leaves out runs that it has.
 """
@@ -42,7 +43,7 @@ from real_vllm import real_server, states_behind  # the same server as in the te
 
 LINES = {"torch": None, "4 states": (20, 23, 26, 29), "8 states": (16, 18, 20, 22, 24, 26, 28, 29), "no states": (),
          "packed, 4 states": (20, 23, 26, 29)}  # fmt: skip
-"""Line -> blocks, of 30, whose states the server shows; None: there is no server."""
+"""Line -> blocks, of 30, whose states the server shows; None: torch runs the model."""
 COUNTS = {"issues": 32, "sst2": 48}
 PORT = 8431
 TUNED = "down_proj"

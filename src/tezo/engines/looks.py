@@ -82,7 +82,7 @@ class Looks:
             parts = [self._part(layer, part, missing) for part in self._parts(layer)]
             for i, text in enumerate(missing):
                 x_TK = (torch.cat([of_texts[i] for of_texts in parts], 1) - before[i][number]) / layer.size
-                read[layer.name, text] = x_TK.nan_to_num(0.0, 0.0, 0.0).bfloat16()  # of tokens that overflow nothing
+                read[layer.name, text] = x_TK.nan_to_num(0.0, 0.0, 0.0).bfloat16()  # zero where states overflow
         if sum(each.nbytes for each in {**self._known, **read}.values()) <= KEPT_BYTES:
             self._known |= read
         return read

@@ -275,22 +275,11 @@ class Server(Engine):
 
     def _no_change(self, rank: int = 1) -> Change:
         (first, *_) = self._linear()
-        return self._random([first], rank, 0.0)
+        return random_change(self._model, [first], 0.0, rank)
 
     def _linear(self) -> list[str]:
         """Returns the names of the linear layers that adapters may change."""
         return [n for n, m in self._model.named_modules() if isinstance(m, nn.Linear) and self.changes(n)]
-
-    def _random(self, modules: Sequence[str], rank: int, size: float) -> Change:
-        """Returns a change of layers by `size` times outputs of about 1."""
-        draw, found = torch.Generator().manual_seed(0), {}
-        for name in modules:
-            layer = self._model.get_submodule(name)
-            a_RI, b_OR = (
-                torch.randn(shape, generator=draw) for shape in ((rank, layer.in_features), (layer.out_features, rank))
-            )
-            found[name] = a_RI / layer.in_features**0.5, size * b_OR
-        return found
 
     @contextmanager
     def _folder(self, change: Change) -> Iterator[Path]:
@@ -313,7 +302,7 @@ class Server(Engine):
 
     def check_changes(self) -> None:
         one_of_each = [names[0] for names in by_kind(self._linear()).values()]  # a server may leave out some
-        large = self._random(one_of_each, 1, 1.0)  # not rounded away in any data type
+        large = random_change(self._model, one_of_each, 1.0)  # not rounded away in any data type
         if all(self._are_alike([self._no_change(), large]) for _ in range(2)):
             raise RequestError(
                 f"model.engine: the server at {self._client.address} ignores adapters: under two different ones its "

@@ -105,7 +105,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Watched:
-    """What an engine returns that looks into layers.
+    """The answer of an engine that looks into layers.
 
     Attributes:
         told: what is asked for.

@@ -90,7 +90,7 @@ def parameter_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def check_readable(optimizer: BaseOptimizer, loaded: LoadedModel, *, labelled: bool) -> None:
-    """Raises a `RequestError` where directions are of inputs that torch would have to compute with unread weights."""
+    """Raises a `RequestError` where a basis looks at inputs of layers that neither torch nor the engine shows."""
     if not isinstance(optimizer, ZerothOrderOptimizer):
         return
     why_not = loaded.unseen(optimizer.basis, labelled=labelled)
