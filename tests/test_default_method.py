@@ -29,7 +29,7 @@ COUNTS = ["train.steps=3", "train.epochs=1", "train.batch_size=2", "train.feedba
           "method.weight_decay=0.0"]  # fmt: skip
 OPTIONS = {"labels": ["method.lr=0.5", "method.rank=2", "method.num_directions=3", "method.rho=0.2"],
            "texts": ["method.lr=0.5", "method.rank=2"]}  # fmt: skip
-METHOD_OF = {"labels": "gauss-newton", "texts": "gauss-newton", "reward": "es"}
+METHOD_OF = {"labels": "gauss-newton", "texts": "gauss-newton", "reward": "policy-gradient"}
 
 
 class DevLosses(Listener):
@@ -175,7 +175,9 @@ def test_auto_is_no_basis(home, name):
         chosen(request(home, settings=[f"method.name={name}", "method.basis=auto"]))
 
 
-@pytest.mark.parametrize(("data", "words"), [("labels", "part of each step"), ("reward", "distance of its members")])
+@pytest.mark.parametrize(
+    ("data", "words"), [("labels", "part of each step"), ("reward", "part of what a step has learnt")]
+)
 def test_a_rate_that_is_none_for_the_default_is_said(home, data, words):
     told = [notice for notice in chosen_of(home, data, ["method.lr=1e-4"]).notices if "method.lr" in notice]
     assert len(told) == 1 and words in told[0] and "0.0001" in told[0]

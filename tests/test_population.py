@@ -323,7 +323,7 @@ def test_a_report_refuses_answers_that_were_changed_after_the_run(home, tmp_path
 
 def test_a_reward_that_all_members_share_is_said(home, tmp_path):
     summary = train(config(home, function="nothing", steps=2), tmp_path / "run")
-    assert [notice for notice in summary["notices"] if "every model scored alike" in notice]
+    assert [notice for notice in summary["notices"] if "all answers to each prompt scored alike" in notice]
     assert summary["before"] == summary["after"]
 
 

@@ -304,7 +304,7 @@ def test_scores_that_are_missing_are_a_share_of_each_evaluation_and_in_the_verdi
     run.close()
     run = library.train(home / "opt", rows, dev=rows, reward=lambda *_: 1.0, **settings)
     assert run.summary["before"] == {"reward": 1.0, "loss": -1.0} and run.summary["idle_steps"] == 2
-    assert "In 2 of 2 steps all models scored alike" in run.summary["verdict"]
+    assert "In 2 of 2 steps all answers scored alike" in run.summary["verdict"]
     run.close()
 
 

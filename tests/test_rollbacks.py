@@ -488,7 +488,7 @@ AS_NOISE = {"chance": {"rows": 9, "states": 4, "p": 0.31}}
         (_reward(0.1, 0.3), "Better: the dev reward rose from 0.1000 to 0.3000. It was rising to the end"),
         (_reward(0.1, 0.1), "is 0.1000. Try another rate (it was 1.0e-03), a larger method.rho, or more steps"),
         (_reward(0.1, 0.3) | {"after": {"loss": 4.0, "reward": -4.0}}, "the test reward fell from 0.1000 to -4.0000."),
-        (_reward(0.1, 0.1) | {"idle_steps": 30}, "In 30 of 40 steps all models scored alike: give partial credit"),
+        (_reward(0.1, 0.1) | {"idle_steps": 30}, "In 30 of 40 steps all answers scored alike: give partial credit"),
     ],
 )  # fmt: skip
 def test_a_verdict_says_what_to_try(changes, said):

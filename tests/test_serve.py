@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -24,16 +25,19 @@ import tezo as library
 from tezo.engines import load
 from tezo.forward.engine import Continuing
 from tezo.models.kinds import ModelConfig
+from tezo.newton.policy import ANSWERS
 from tezo.runs.step_log import read_log
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives import objective_for
 from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.openai_form import AT_REST, INERT, Refused, request_of
 from tezo.tasks.own_server import OwnServer
+from tezo.tasks.rewards import RewardRows
 from tezo.tasks.scoring import Sample
 from tezo.tasks.scoring_processes import Processes
+from tezo.training.job import prepare
 from tezo.training.loop import train
-from tezo.training.settings import parse_config
+from tezo.training.settings import MethodConfig, parse_config
 
 pytestmark = pytest.mark.skipif(
     find_spec("starlette") is None or find_spec("uvicorn") is None,
@@ -535,3 +539,61 @@ def test_a_server_that_ignores_adapters_is_told_from_members_that_are_alike(on_v
             train_again()
     finally:
         standin.ignores_adapters = False
+
+
+def learning(home, engine="torch", scorer="program", **more):
+    made = config(home, scorer, engine, **more)
+    return replace(made, method=MethodConfig(name="policy-gradient", options={"rank": 4}))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_program_is_answered_is_learnt_from_under_its_own_name(home, engine):
+    """Each answer of a row has a name, so that its turns are the row's, and their texts what the program was given."""
+    job = prepare(learning(home, engine), measuring=False)
+    told = {}
+
+    def noted(row, base_url, model):
+        text = text_of(base_url, model, row["prompt"], max_tokens=5, seed=1)
+        told[model] = row["prompt"], text
+        return float(len(text))
+
+    reward = replace(job.reward, score=noted, processes=None)
+    closure = RewardRows(reward, job.model, job.objective, job.train[:4], 0)
+    found = closure.write(range(4), 3)
+    outputs, prompts = found.rows.outputs(), [row.prompt for row in job.train[:4]]
+    assert found.prompt_E.tolist() == [i for i in range(4) for _ in range(3)]
+    assert found.answer_X.tolist() == [*range(12)] and len(told) == 12
+    texts = []
+    for x in range(12):
+        tokens = outputs.tokens_TC[outputs.example_T == x, 0].tolist()
+        ended = tokens[-1] in job.objective.ends.marks
+        text = text_after(job.objective.tokenizer, prompts[x // 3], tokens[: len(tokens) - ended], special=False)
+        texts.append((job.train[x // 3].example.prompt, text))
+    assert texts == [*told.values()]  # one after another, since they are called in this process
+    assert found.score_E.tolist() == [float(len(text)) for _, text in texts]
+    assert len(set(texts)) > 8  # sampled, though the program asks for greedy answers, and gives a seed
+    told.clear()
+    RewardRows(reward, job.model, job.objective, job.train[:4], 0).write(range(4), 3)
+    assert [*told.values()] == texts
+    reward.close()
+    job.optimizer.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_policy_gradient_of_a_program_is_that_of_the_texts_it_asks_for(home, tmp_path, engine):
+    """The program asks for one text and scores it as the plain scorer does; only random numbers differ."""
+    made = learning(home, engine, steps=2, batch_size=12)
+    summary = train(made, tmp_path / "run")
+    lines = read_jsonl(tmp_path / "run/scored.jsonl")
+    assert len(lines) == 2 * 12 * ANSWERS and len({line["score"] for line in lines}) > 12
+    assert summary["idle_steps"] == 0
+    killed_after(tmp_path / "run", tmp_path / "killed", 4)
+    train(made, tmp_path / "killed", resume=True)
+    assert same(result(tmp_path / "killed"), result(tmp_path / "run"))
+
+
+def test_a_program_with_calls_that_fail_or_say_nothing_teaches_what_it_can(home, tmp_path):
+    made = learning(home, scorer="half", steps=1, batch_size=12)
+    train(made, tmp_path / "run")
+    lines = read_jsonl(tmp_path / "run/scored.jsonl")
+    assert sum(line["score"] is None for line in lines) == len(lines) // 2

@@ -14,7 +14,7 @@ from tezo.newton import last_blocks as rebuilding
 from tezo.newton import sweep as sweeping
 from tezo.newton.last_blocks import last_blocks
 from tezo.newton.look import ErrorBasis
-from tezo.newton.sweep import beside, blocks_to_sweep, sweep, swept_bytes
+from tezo.newton.sweep import Sweep, beside, blocks_to_sweep, sweep, swept_bytes
 from tezo.training.job import prepare
 from tezo.training.settings import parse_config
 
@@ -63,8 +63,11 @@ def test_a_trial_change_is_the_models_and_is_gone_when_it_ends(job):
     assert not torch.allclose(inside.scores_TC, twice.scores_TC, atol=1e-2)
 
 
-def literal(model, blocks, batches, size):
-    """Adam by autograd on the model itself, each batch's gradient with the outputs of attention cut from the graph."""
+def literal(model, blocks, batches, size, weights=(None, None, None)):
+    """Adam by autograd on the model itself, each batch's gradient with the outputs of attention cut from the graph.
+
+    `weights`: of the losses of the examples of each batch.
+    """
     factors = {}
     for target in writers(blocks):
         width = input_size(target)
@@ -88,7 +91,8 @@ def literal(model, blocks, batches, size):
             for block in blocks:
                 for target, cut in ((block.attention, True), (block.mlp, False)):
                     hooks.enter_context(target.sites[0].module.register_forward_hook(hook(target, cut)))
-            loss = torch.as_tensor(rows())
+            of_rows = torch.as_tensor(rows()) if weights[s] is None else weights[s] * rows.example_losses(1)[0]
+            loss = of_rows.mean()
         for factor, gradient in zip(every, torch.autograd.grad(loss, every), strict=True):
             factor.grad = gradient
         for group, rate in zip(adam.param_groups, rates, strict=True):
@@ -130,6 +134,30 @@ def test_a_sweep_is_adam_on_the_gradient_with_attention_held(job, monkeypatch):
     before = sum(rows.outputs().loss() for rows in batches)
     with beside(job.model, found):
         assert sum(rows.outputs().loss() for rows in batches) < before - 0.1
+
+
+@torch.no_grad()
+def test_weighted_examples_are_weighted_in_the_gradient(job, monkeypatch):
+    """The same with weights of both signs, by which answers that earn less become less likely."""
+    for module, name, value in ((rebuilding, "WEIGHTS", torch.float32),
+                                (sweeping, "U_RATE", U_RATE), (sweeping, "V_RATE", V_RATE)):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    blocks, last, batches = parts(job)
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(30, generator=generator) for _ in batches]
+    ranks = {target.name: RANK for target in writers(blocks)}
+    learner = Sweep(job.model, last, blocks, ranks, STEP, lambda batch: (1 - batch / 3) / (1 + STEP))
+    for rows, weight_E in zip(batches, weights, strict=True):
+        learner.learn(rows, weight_E)
+    streams = []
+    with job.model.model.norm.register_forward_pre_hook(lambda _, args: streams.append(args[0])):
+        batches[0]()
+    size = float(streams[0].square().mean().sqrt())
+    (expected, _), (plain, _) = (literal(job.model, blocks, batches, size, w) for w in (weights, [None] * 3))
+    for name, pair in expected.items():
+        own, other, unweighted = learner.found[name][0], pair[0].double(), plain[name][0].double()
+        assert torch.cosine_similarity(own.flatten(), other.flatten(), dim=0) > 0.9, name
+        assert torch.cosine_similarity(own.flatten(), unweighted.flatten(), dim=0) < 0.6, name
 
 
 def test_blocks_take_no_more_than_their_bytes(job):

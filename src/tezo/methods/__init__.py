@@ -29,6 +29,7 @@ from tezo.methods.lozo import lozo_m as lozo_m
 from tezo.methods.mezo import mezo as mezo
 from tezo.methods.mezo import mezo_adam as mezo_adam
 from tezo.methods.mezo import mezo_m as mezo_m
+from tezo.methods.policy_gradient import policy_gradient as policy_gradient
 from tezo.methods.probe import probe as probe
 from tezo.methods.subspace import subzo as subzo
 from tezo.methods.subspace import zo_adamu as zo_adamu
@@ -51,6 +52,8 @@ ES = "es"
 """Compares the scores of a population."""
 GAUSS_NEWTON = "gauss-newton"
 """Keeps the outputs of each row."""
+POLICY_GRADIENT = "policy-gradient"
+"""Learns from the tokens of scored answers."""
 HEAD_FEEDBACK = "head-feedback"
 """The default method of Trainers and of user loops, and of runs where `GAUSS_NEWTON` does not suit."""
 
@@ -75,6 +78,12 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method(
             ES, es, in_paper=False, exports_adapter=True, takes_rows=True, guarded=True, chosen=("rho",), steps=30,
             schedule="linear", rate="a multiple of the distance of its members, 3 by default",
+        ),
+        Method(
+            POLICY_GRADIENT, policy_gradient, in_paper=False, exports_adapter=True, takes_rows=True, takes_answers=True,
+            guarded=True, batch_size=64, steps=7, schedule="linear",
+            needs="forward passes, and the weights of the last blocks",
+            rate="the part of what a step has learnt that is taken, 1 by default",
         ),
         Method("mezo", mezo),
         Method("mezo-m", mezo_m),

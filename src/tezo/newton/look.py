@@ -269,20 +269,30 @@ class ErrorBasis(DataBasis[Look]):
         blocks = blocks_to_sweep(every, target, of_batch(0), budget) if source.varied else []
         try:
             if blocks:
-                return self._of_layers(*sweep(source.model, target, blocks, of_batch, self._ranks, refresh_step))
+                found, calls = sweep(source.model, target, blocks, of_batch, self._ranks, refresh_step)
+                return whole(found, self._targets, self._ranks, calls)
         except NotRebuiltError as error:
             logger.info("Free text changes the last layer alone: %s.", error)
         seen = [Seen.of(source.model, part, [name_of(target)]) for part in (rows, rows.held_out) if part is not None]
-        found, more = fit_text(source.model, target, seen, self._ranks[target.name])
-        return self._of_layers({target.name: found}, more + sum(len(part.rows.places()) for part in seen))
+        pair, more = fit_text(source.model, target, seen, self._ranks[target.name])
+        passes = more + sum(len(part.rows.places()) for part in seen)
+        return whole({target.name: pair}, self._targets, self._ranks, passes)
 
-    def _of_layers(self, found: Mapping[str, Pair], passes: int) -> Look:
-        """Returns the look with these factors, and one direction: all of them."""
-        v = {each.name: torch.zeros(input_size(each), self._ranks[each.name]).double() for each in self._targets}
-        v |= {name: v_IR for name, (_, v_IR) in found.items()}
-        u = {name: u_MR for name, (u_MR, _) in found.items()}
-        whole_1R = torch.ones(1, max(self._ranks.values()), dtype=torch.float64)
-        return Look(inputs=v, outputs=u, proposals=whole_1R, passes=passes)
+
+def whole(found: Mapping[str, Pair], targets: Sequence[Target], ranks: Mapping[str, int], passes: int) -> Look:
+    """Returns the look with these factors, and one direction: all of them.
+
+    Args:
+        found: parameter name -> (U, V) of layers; others do not change.
+        targets: weights of all linear layers that are tuned.
+        ranks: parameter name -> rank.
+        passes: calls of the model that the factors took.
+    """
+    v = {each.name: torch.zeros(input_size(each), ranks[each.name], dtype=torch.float64) for each in targets}
+    v |= {name: v_IR for name, (_, v_IR) in found.items()}
+    u = {name: u_MR for name, (u_MR, _) in found.items()}
+    whole_1R = torch.ones(1, max(ranks.values()), dtype=torch.float64)
+    return Look(inputs=v, outputs=u, proposals=whole_1R, passes=passes)
 
 
 def may_change(targets: Sequence[Target]) -> list[Target]:

@@ -15,7 +15,7 @@ slower, since the first one may have learnt the rows that come again.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -55,17 +55,19 @@ def blocks_to_sweep(targets: Sequence[Target], last: Target, rows: RowOutputs, b
     places = sum(len(each.place_P) for each in rows.places() if each is not None)
     found = last_blocks(targets, output_size(last))
     sizes = [sum(4 * places * input_size(t) + _weight_bytes(t) for t in _layers(block)) for block in found]
-    return found[len(found) - min(_most(found), budget // max(sizes, default=1)) :]
+    most = min(len(learning_blocks(found)), budget // max(sizes, default=1))
+    return found[len(found) - most :]
 
 
 def swept_bytes(targets: Sequence[Target], last: Target) -> int:
     """Returns the bytes of the weights that a sweep keeps, beside the inputs of layers, which depend on the rows."""
     found = last_blocks(targets, output_size(last))
-    return sum(_weight_bytes(t) for block in found[len(found) - _most(found) :] for t in _layers(block))
+    return sum(_weight_bytes(t) for block in learning_blocks(found) for t in _layers(block))
 
 
-def _most(blocks: Sequence[Block]) -> int:
-    return math.ceil(LAST_BLOCKS * len(blocks))
+def learning_blocks(blocks: Sequence[Block]) -> Sequence[Block]:
+    """Returns those of all blocks that learn: the last `LAST_BLOCKS`."""
+    return blocks[len(blocks) - math.ceil(LAST_BLOCKS * len(blocks)) :]
 
 
 def _layers(block: Block) -> list[Target]:
@@ -88,10 +90,80 @@ def beside(model: nn.Module, factors: Factors) -> Iterator[None]:
         yield
 
 
+class Sweep:
+    """Layers of the last blocks that learn from one batch after another; see the module.
+
+    Args:
+        model: the model.
+        target: the last layer that is tuned.
+        blocks: the blocks.
+        ranks: parameter name -> r.
+        step: the optimizer's; the first V is random by it.
+        rate: number of a batch -> factor of `U_RATE` and `V_RATE`.
+
+    Attributes:
+        calls: of the model so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: Target,
+        blocks: Sequence[Block],
+        ranks: Mapping[str, int],
+        step: int,
+        rate: Callable[[int], float],
+    ) -> None:
+        self._model, self._target, self._blocks, self._rate, self.calls = model, target, blocks, rate, 0
+        self._layers = LastBlocks.watched(blocks)
+        writers = [t for block in blocks for t in (block.attention, block.mlp) if t.name in ranks]
+        self._factors = {t.name: _start(t, ranks[t.name], step) for t in writers}
+        self._every = [factor for pair in self._factors.values() for factor in pair]
+        self._rebuilt: LastBlocks | None = None
+
+    def beside(self) -> AbstractContextManager[None]:
+        """While open, the layers of the model have what was learnt so far beside their weights."""
+        return beside(self._model, self._factors if self._rebuilt else {})
+
+    def learn(self, rows: RowOutputs, weight_E: Tensor | None = None) -> None:
+        """Learns from a batch.
+
+        Args:
+            rows: free text.
+            weight_E: of the loss of each example, (E,); None: 1.
+
+        Raises:
+            NotRebuiltError: the blocks are built otherwise.
+        """
+        with self.beside():
+            seen = Seen.of(self._model, rows, self._layers)
+        self.calls += len(rows.places())
+        inputs = {name: seen.inputs(name) for name in self._layers}
+        if self._rebuilt is None:
+            self._rebuilt = LastBlocks(self._blocks, inputs, seen.head_inputs, _weights(self._model, seen))
+            self._adam = _adam(self._factors, self._rebuilt.size)
+            self._rates = torch.optim.lr_scheduler.LambdaLR(self._adam, self._rate)
+        stream = self._rebuilt.seen(inputs, seen.head_inputs, self._factors)
+        text = readout(self._model, self._target, [seen])
+        weight_P = None if weight_E is None else weight_E.float()[seen.examples]
+        with torch.enable_grad():
+            loss = text.loss(stream.of(self._factors), torch.arange(len(seen.tokens)), weight_P)
+            gradients = torch.autograd.grad(loss, self._every)
+        for factor, gradient in zip(self._every, gradients, strict=True):
+            factor.grad = gradient
+        self._adam.step()
+        self._rates.step()
+
+    @property
+    def found(self) -> dict[str, Pair]:
+        """Parameter name -> (U (D, r), V (I, r)), float64: what was learnt so far."""
+        return {name: (u_DR.detach().double(), v_IR.detach().double()) for name, (u_DR, v_IR) in self._factors.items()}
+
+
 def sweep(
     model: nn.Module, target: Target, blocks: Sequence[Block], rows_of: RowsOfBatch, ranks: Mapping[str, int], step: int
 ) -> tuple[dict[str, Pair], int]:
-    """Returns what the layers of the blocks learn from `BATCHES` batches, and the calls of the model.
+    """Returns what the layers of the blocks learn from `BATCHES` batches of free text, and the calls of the model.
 
     Args:
         model: the model.
@@ -104,30 +176,11 @@ def sweep(
     Raises:
         NotRebuiltError: the blocks are built otherwise.
     """
-    layers, calls = LastBlocks.watched(blocks), 0
-    writers = [t for block in blocks for t in (block.attention, block.mlp) if t.name in ranks]
-    factors = {t.name: _start(t, ranks[t.name], step) for t in writers}
-    every = [factor for pair in factors.values() for factor in pair]
-    rebuilt: LastBlocks | None = None
+    learner = Sweep(model, target, blocks, ranks, step, lambda batch: (1 - batch / BATCHES) / (1 + step))
     for s in tracked(range(BATCHES), "batches"):
         let_interrupt()
-        rows = rows_of(s)
-        with beside(model, factors if rebuilt else {}):
-            seen = Seen.of(model, rows, layers)
-        calls += len(rows.places())
-        inputs = {name: seen.inputs(name) for name in layers}
-        if rebuilt is None:
-            rebuilt = LastBlocks(blocks, inputs, seen.head_inputs, _weights(model, seen))
-            adam = _adam(factors, rebuilt.size)
-            rates = torch.optim.lr_scheduler.LambdaLR(adam, lambda batch: (1 - batch / BATCHES) / (1 + step))
-        stream, text = rebuilt.seen(inputs, seen.head_inputs, factors), readout(model, target, [seen])
-        with torch.enable_grad():
-            gradients = torch.autograd.grad(text.loss(stream.of(factors), torch.arange(len(seen.tokens))), every)
-        for factor, gradient in zip(every, gradients, strict=True):
-            factor.grad = gradient
-        adam.step()
-        rates.step()
-    return {name: (u_DR.detach().double(), v_IR.detach().double()) for name, (u_DR, v_IR) in factors.items()}, calls
+        learner.learn(rows_of(s))
+    return learner.found, learner.calls
 
 
 def _start(target: Target, rank: int, step: int) -> Pair:

@@ -195,9 +195,14 @@ class Seen:
         return self.outputs.scores_TC.cpu()[torch.cat(self.record.place), :-1].float()
 
     @property
+    def examples(self) -> Tensor:
+        """The number of the example at each place, (P,)."""
+        return self.outputs.example_T.cpu()[torch.cat(self.record.place)]
+
+    @property
     def held(self) -> Tensor:
         """Which places are of the examples that are held out where there are no other rows, (P,)."""
-        _, number_P = torch.unique(self.outputs.example_T.cpu()[torch.cat(self.record.place)], return_inverse=True)
+        _, number_P = torch.unique(self.examples, return_inverse=True)
         held_P: Tensor = number_P % HELD_OUT == 0
         return held_P
 
@@ -350,14 +355,16 @@ class Text:
         apart_CD = self._weight_XD[: self._count] - self._weight_XD[: self._count].mean(0)
         self.unit = 1 / float(apart_CD.square().sum(1).mean().sqrt().clamp_min(1e-30))
 
-    def loss(self, h_PD: Tensor, places_P: Tensor) -> Tensor:
-        """Returns the mean loss of some places, whose inputs of the head are these."""
+    def loss(self, h_PD: Tensor, places_P: Tensor, weight_P: Tensor | None = None) -> Tensor:
+        """Returns the mean loss of some places, whose inputs of the head are these, each times its weight if given."""
         z_PX = h_PD @ self._weight_XD.T + self._bias_X
         rest_P = self._rest_P[places_P]
         if self._count < z_PX.shape[1]:
             rest_P = rest_P + z_PX[:, self._count :].logsumexp(1)
         z_PC = torch.cat([z_PX[:, : self._count], rest_P.unsqueeze(1)], 1)
-        return functional.cross_entropy(z_PC, self._right_P[places_P])
+        if weight_P is None:
+            return functional.cross_entropy(z_PC, self._right_P[places_P])
+        return (weight_P * functional.cross_entropy(z_PC, self._right_P[places_P], reduction="none")).mean()
 
     def fit(self, layer: LastLayer, held_P: Tensor, *, again: bool) -> Pair:
         """Returns factors in the units of Adam; U is 0 where nothing is gained on held-out places.

@@ -2,12 +2,14 @@
 
 Any function that returns a loss is a closure. One that is more lets an estimator ask for more: `Losses` is enough for
 two-point steps, `RowLosses` for steps that compare rows or perturb each differently, `RowOutputs` for those that fit a
-model of the scores. `tezo.closure` and the objectives of `tezo.tasks` make closures that are all three.
+model of the scores. `tezo.closure` and the objectives of `tezo.tasks` make closures that are all three. `RowAnswers`
+are prompts, for steps that learn from what the model writes.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -132,3 +134,48 @@ class RowOutputs(Losses):
         """
         del copies
         return [self.outputs(like)]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers that a model has written to prompts, and their scores. An answer may be several texts, as of an agent.
+
+    Attributes:
+        rows: the X texts of all answers as free text, in the tokens that were written; None: there are none.
+        answer_X: number of the answer that each is a part of, int64.
+        prompt_E: number of the prompt of each answer, int64.
+        score_E: of each answer, float64; NaN: it is missing.
+    """
+
+    rows: RowOutputs | None
+    answer_X: Tensor
+    prompt_E: Tensor
+    score_E: Tensor
+
+
+class RowAnswers(Losses):
+    """Minus the mean score of what the model writes to some prompts."""
+
+    @property
+    @abstractmethod
+    def prompts(self) -> int:
+        """Number of prompts."""
+
+    @abstractmethod
+    def write(self, prompts: Sequence[int], count: int) -> Answers:
+        """Has the model, as it is, write answers, each token drawn by its probability.
+
+        Args:
+            prompts: numbers of prompts, in ascending order from call to call.
+            count: answers to each of them.
+        """
+
+    @property
+    @abstractmethod
+    def written_loss(self) -> float:
+        """Minus the mean score of all answers so far; NaN: there is none."""
+
+    @property
+    @abstractmethod
+    def are_alike(self) -> bool:
+        """Whether all answers so far to each prompt have the same score."""

@@ -34,6 +34,7 @@ class Method(Generic[T]):
         chosen: options that a run chooses for itself unless they are given; the others have their defaults.
         takes_rows: whether its closures must give a loss or outputs for each row, not one loss.
         takes_outputs: whether they must give the outputs of each row.
+        takes_answers: whether they must be prompts, whose answers by the model are scored.
         takes_labels: whether they must be of labels that all rows share.
         guarded: whether a run returns to its best state when the loss has risen, unless `train.guard` says otherwise.
         batch_size: default of `train.batch_size`.
@@ -52,6 +53,7 @@ class Method(Generic[T]):
     chosen: tuple[str, ...] = ()
     takes_rows: bool = False
     takes_outputs: bool = False
+    takes_answers: bool = False
     takes_labels: bool = False
     guarded: bool = False
     batch_size: int = 16

@@ -20,7 +20,7 @@ from tezo.directions.random import DrawKey
 from tezo.directions.spaces import FixedFactors, SignedDense
 from tezo.directions.targets import ALL_LINEAR, select_targets
 from tezo.optim.base_optimizer import MOST_RANK, MOST_RATE, check_closure, check_count, check_rate, check_rho
-from tezo.optim.closures import Closure, Losses, RowOutputs
+from tezo.optim.closures import Closure, Losses, RowAnswers, RowOutputs
 from tezo.optim.estimators.estimate import MOST_DIRECTIONS, Estimate, Probe, StepDraw, StepRecord, precise
 from tezo.optim.estimators.per_example import PerExample
 from tezo.optim.estimators.two_point import TwoPoint
@@ -200,7 +200,8 @@ class ZerothOrderOptimizer(HookedOptimizer):
                 checked = self.parameters.reads_checked
                 with nullcontext() if checked else self.parameters.refusing_direct_reads():
                     estimate = estimator.estimate(closure, draw)
-                self._compare(closure, estimate.probes)
+                if estimator.compares:
+                    self._compare(closure, estimate.probes)
                 let_interrupt(last=True)
                 passes = estimate.forward_passes
                 record = StepRecord(self.num_steps, estimate.loss, draw.lr, estimate.probes, name, passes)
@@ -363,7 +364,8 @@ class ZerothOrderOptimizer(HookedOptimizer):
             passes = lambda _: closure()  # noqa: E731
         if rows is None and isinstance(closure, RowOutputs):
             rows = lambda *_: closure  # noqa: E731
-        return Source(self.model, passes, rows, varied=self._rows is not None)
+        answers = closure if isinstance(closure, RowAnswers) else None
+        return Source(self.model, passes, rows, varied=self._rows is not None, answers=answers)
 
     def set_passes(self, passes: Passes) -> None:
         if not takes(passes, 0):

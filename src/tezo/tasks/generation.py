@@ -16,6 +16,13 @@ from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.objectives.evaluators import base_of
 from tezo.tasks.objectives.objective import Encoded, Objective
 
+LEARNT = 1.0
+"""Temperature of answers that are learnt from, where others are greedy: that of the model's own probabilities."""
+
+
+Turn = tuple[Sequence[int], Sequence[int]]
+"""(the tokens of a prompt, those that a model wrote to it)."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -28,21 +35,23 @@ class Sampling:
         temperature: above 0.
         seed: seed of the run.
         step: step of the run, or -1 for evaluations.
+        first: number of the first row.
     """
 
     temperature: float
     seed: int
     step: int
+    first: int = 0
 
     def noise(self, row: int, place: int, size: int) -> Tensor:
         """Returns Gumbel numbers for the token at `place` of the completion of a row, (size,) in float64."""
-        name = f"completion of row {row}, token {place}"
+        name = f"completion of row {self.first + row}, token {place}"
         uniform = torch.special.ndtr(normal((size,), seed=self.seed, step=self.step, name=name, role="gumbel"))
         return -torch.log(-torch.log(uniform.clamp(1e-300, 1 - 1e-16)))
 
     def seed_of(self, row: int) -> int:
         """Returns a seed for the completion of a row, for an engine that draws its random numbers itself."""
-        return seed_of(self.seed, self.step, f"completion of row {row}")
+        return seed_of(self.seed, self.step, f"completion of row {self.first + row}")
 
     def of(self, wanted: Continuing, rows: Sequence[int]) -> Continuing:
         """Returns how the prompts of these rows are continued, sampled."""

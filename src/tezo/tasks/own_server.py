@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from tezo.forward.engine import Continuing, Named
 from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
-from tezo.tasks.generation import Sampling, to_the_end, written_together
+from tezo.tasks.generation import LEARNT, Sampling, Turn, to_the_end, written_together
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.objectives.evaluators import Writer
@@ -138,18 +139,56 @@ class OwnServer:
         Raises:
             RequestError: the server cannot be started, or a model cannot write.
         """
+        named = self._new_names(len(writers))
+        of_names = {each.model: writer for each, writer in zip(named, writers, strict=True)}
+        return self._open(_Desk(self, model, objective, step), of_names, [partial(ask, each) for each in named])
+
+    def roll_out(
+        self,
+        model: Any,
+        objective: CausalObjective,
+        writer: Writer,
+        step: int,
+        first: int,
+        count: int,
+        ask: Callable[[Sequence[Named]], T],
+    ) -> tuple[T, list[list[Turn]]]:
+        """Returns the value of `ask` for so many names of one model, and the turns that were written under each.
+
+        All answers are sampled, those of calls that ask for greedy ones at `LEARNT`, with random numbers of the name;
+        a seed does not count.
+
+        Args:
+            model: see `serve`.
+            objective: likewise.
+            writer: what the model writes with.
+            step: whose random numbers calls sample with.
+            first: number of the first name, by which random numbers differ.
+            count: number of names.
+            ask: it may send requests until it returns.
+        """
+        named = self._new_names(count)
+        desk = _Desk(self, model, objective, step, {each.model: first + i for i, each in enumerate(named)})
+        (found,) = self._open(desk, dict.fromkeys(desk.numbers, writer), [partial(ask, named)])
+        return found, [desk.turns[each.model] for each in named]
+
+    def _new_names(self, count: int) -> list[Named]:
         address = self._started()
-        names = [f"tezo-{self._own}-{self._given + i}" for i in range(len(writers))]
-        self._given += len(names)
-        threads = ThreadPoolExecutor(len(names))
+        names = [Named(f"{address}/v1", f"tezo-{self._own}-{self._given + i}") for i in range(count)]
+        self._given += count
+        return names
+
+    def _open(self, desk: "_Desk", writers: Mapping[str, Writer], asks: Sequence[Callable[[], T]]) -> list[T]:
+        """Returns the values of functions during which models have these names."""
+        threads = ThreadPoolExecutor(len(asks))
         asked: list[Future[T]] = []
         try:
             with self._lock:
-                self._names = names
-            for name in names:
-                asked.append(threads.submit(ask, Named(f"{address}/v1", name)))
+                self._names = [*writers]
+            for ask in asks:
+                asked.append(threads.submit(ask))
                 asked[-1].add_done_callback(lambda _: self._calls.put(None))
-            self._answer(_Desk(self, model, objective, step), dict(zip(names, writers, strict=True)), asked)
+            self._answer(desk, writers, asked)
         finally:
             with self._lock:
                 self._names = ()
@@ -169,11 +208,11 @@ class OwnServer:
                 time.sleep(SECONDS_TO_GATHER)
                 waiting.append(first)
             waiting += self._waiting()
-            name = waiting[0].request.model
-            batch = [call for call in waiting if call.request.model == name]
-            waiting = [call for call in waiting if call.request.model != name]
+            writer = writers[waiting[0].request.model]
+            batch = [call for call in waiting if writers[call.request.model] is writer]
+            waiting = [call for call in waiting if writers[call.request.model] is not writer]
             try:
-                desk.answer(writers[name], batch)
+                desk.answer(writer, batch)
             except BaseException as error:
                 for call in (*batch, *waiting):
                     call.end(Refused(f"The run has ended ({type(error).__name__}).", status=500))
@@ -191,11 +230,16 @@ class OwnServer:
                     found.append(call)
         return found
 
-    def task(self, request: Request, prompt: Sequence[int], row: int, step: int) -> _Task:
-        """Returns the answer that is to be written to one prompt, with what the request does not say."""
+    def task(self, request: Request, prompt: Sequence[int], row: int, step: int, *, learns: bool) -> _Task:
+        """Returns the answer that is to be written to one prompt, with what the request does not say.
+
+        `learns`: whether it is learnt from, and so sampled in any case, by no seed of the request.
+        """
         temperature = self._temperature if request.temperature is None else request.temperature
         sampling = None
-        if temperature:
+        if learns:
+            sampling = Sampling(temperature or LEARNT, self._seed, step)
+        elif temperature:
             seed, own = (self._seed, step) if request.seed is None else (request.seed & (2**63 - 1), 0)
             sampling = Sampling(temperature, seed, own)
         return _Task(prompt, self._most if request.most is None else request.most, request.stops, sampling, row)
@@ -292,11 +336,24 @@ class _Desk:
         model: see `OwnServer.serve`.
         objective: likewise.
         step: likewise.
+        numbers: name -> its number, where answers are learnt from.
+
+    Attributes:
+        turns: name of `numbers` -> what was written under it.
     """
 
-    def __init__(self, server: OwnServer, model: Any, objective: CausalObjective, step: int) -> None:
+    def __init__(
+        self,
+        server: OwnServer,
+        model: Any,
+        objective: CausalObjective,
+        step: int,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
         self._server, self._model, self._objective, self._step = server, model, objective, step
         self._times: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.numbers = numbers or {}
+        self.turns: dict[str, list[Turn]] = {name: [] for name in self.numbers}
 
     def answer(self, writer: Writer, calls: Sequence[Call]) -> None:
         """Answers calls for one model."""
@@ -308,7 +365,12 @@ class _Desk:
                 call.end(error)
         written = iter(self._written(writer, [task for _, tasks in taken for task in tasks]))
         for call, tasks in taken:
-            answers = [next(written) for _ in tasks]
+            answers = []
+            for task in tasks:
+                answer, tokens = next(written)
+                answers.append(answer)
+                if self.numbers:
+                    self.turns[call.request.model].append((tuple(task.prompt), tuple(tokens)))
             asked = sum(len(task.prompt) for task in tasks[:: call.request.count])
             with suppress(InvalidStateError):  # the program has hung up
                 call.answer.set_result(answer_to(call.request, self._server.number(), int(time.time()), asked, answers))
@@ -317,7 +379,8 @@ class _Desk:
         found = []
         for prompt in self._prompts(request):
             for i in range(request.count):
-                found.append(self._server.task(request, prompt, self._row(request, prompt, i), self._step))
+                row = self._row(request, prompt, i)
+                found.append(self._server.task(request, prompt, row, self._step, learns=bool(self.numbers)))
         context = self._objective.context
         for task in found:
             if len(task.prompt) + task.most > context:
@@ -332,13 +395,15 @@ class _Desk:
     def _row(self, request: Request, prompt: Sequence[int], place: int) -> int:
         """Returns a number of the random numbers of the answer at `place` to a prompt, the same for all models.
 
-        A model that is asked the same again has others, unless the request has a seed.
+        A model that is asked the same again has others, unless the request has a seed. Names whose answers are learnt
+        from have each its own.
         """
-        if request.seed is None:
+        own = (self.numbers[request.model],) if self.numbers else ()
+        if request.seed is None or own:
             key = request.model, tuple(prompt)
             self._times[key] += 1
             place = self._times[key]
-        return int(hash_of((tuple(prompt), place)), 16)
+        return int(hash_of((tuple(prompt), place, *own)), 16)
 
     def _prompts(self, request: Request) -> list[list[int]]:
         objective = self._objective
@@ -361,15 +426,17 @@ class _Desk:
                 raise Refused("The prompt is empty, or has a token that the model does not have.", "prompt")
         return found
 
-    def _written(self, writer: Writer, tasks: Sequence[_Task]) -> list[Written]:
-        found: dict[int, Written] = {}
+    def _written(self, writer: Writer, tasks: Sequence[_Task]) -> list[tuple[Written, Sequence[int]]]:
+        """Returns the answer of each task, and its tokens."""
+        found: dict[int, tuple[Written, Sequence[int]]] = {}
         for places in written_together(self._model, [task.prompt for task in tasks]):
             for start in range(0, len(places), MOST_TOGETHER):
                 part = places[start : start + MOST_TOGETHER]
                 of_part = [tasks[i] for i in part]
                 written = writer([task.prompt for task in of_part], self._continuing(of_part))
                 for i, task, tokens in zip(part, of_part, written, strict=True):
-                    found[i] = self._ended(task, tokens)
+                    answer = self._ended(task, tokens)
+                    found[i] = answer, tokens[: answer.tokens]
         return [found[i] for i in range(len(tasks))]
 
     def _continuing(self, tasks: Sequence[_Task]) -> Continuing:

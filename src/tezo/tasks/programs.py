@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from tezo.forward.engine import Named
+from tezo.tasks.generation import Turn
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.own_server import OwnServer
@@ -82,6 +83,25 @@ class ProgramReward(Reward):
             writers = evaluator.writers(model, objective.tokenizer, copies)
             found = self._server().serve(model, objective, writers, step, ask)
         return self._of_models(samples * copies, [one for of_model in found for one in of_model], len(samples))
+
+    def sampled(
+        self, model: Any, objective: Objective, encoded: Sequence[Encoded], step: int, first: int
+    ) -> tuple[list[list[Turn]], list[str], list[Scored]]:
+        """Returns (turns, no texts, scores) of the program for each row, all of whose answers are sampled."""
+        assert isinstance(objective, CausalObjective)
+        samples = [sample_of(each, "") for each in encoded]
+
+        def ask(named: Sequence[Named]) -> list[Scored]:
+            own = [replace(s, base_url=n.base_url, model=n.model) for s, n in zip(samples, named, strict=True)]
+            if self.processes is not None:
+                return self.scores(own)
+            with self._alone:
+                return [score for sample in own for score in self.scores([sample])]
+
+        (writer,) = objective.evaluator.writers(model, objective.tokenizer, 1)
+        found, turns = self._server().roll_out(model, objective, writer, step, first, len(samples), ask)
+        ((texts, scores),) = self._of_models(samples, found, len(samples))
+        return turns, texts, scores
 
     def _server(self) -> OwnServer:
         if not self._servers:

@@ -1,5 +1,6 @@
 """Rewards: any function that scores a completion, as what a run maximises."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tezo.directions.products import float32_on_emulating_cpu
-from tezo.optim.closures import RowLosses
+from tezo.optim.closures import Answers, RowAnswers, RowLosses
 from tezo.system.errors import RequestError
 from tezo.tasks.evaluated import Evaluated
 from tezo.tasks.examples import Example, Row
-from tezo.tasks.generation import Sampling, continuations, texts_of
+from tezo.tasks.generation import LEARNT, Sampling, Turn, continuations, texts_of
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.rows import Format
 from tezo.tasks.scorer_identity import Identity
@@ -33,6 +34,9 @@ GAPS = {
     LACKING: "parts of scores are missing, and left out of the sums",
 }
 """Kind of what is missing -> in words."""
+
+LEARNT_AT_ONCE = 32
+"""Answers of a pass that is learnt from, at most."""
 
 EVALUATION = -1
 """The step whose random numbers evaluations sample with, always the same."""
@@ -159,6 +163,24 @@ class Reward:
         ]
         return self._of_models(samples, self.scores(samples), len(encoded))
 
+    def sampled(
+        self, model: Any, objective: Objective, encoded: Sequence[Encoded], step: int, first: int
+    ) -> tuple[list[list[Turn]], list[str], list[Scored]]:
+        """Returns (turns, texts, scores) of a sampled completion of each prompt, at `LEARNT` where others are greedy.
+
+        `first`: number of the first of these prompts, by which random numbers differ.
+
+        Raises:
+            RequestError: as `measure`.
+        """
+        sampling = Sampling(self.temperature or LEARNT, self.seed, step, first)
+        (tokens,) = continuations(model, objective, encoded, MOST_WRITING, self.max_new_tokens, sampling, 1)
+        texts = texts_of(objective, encoded, tokens)
+        samples = [sample_of(e, text.strip()) for e, text in zip(encoded, texts, strict=True)]
+        ((completions, scores),) = self._of_models(samples, self.scores(samples), len(samples))
+        turns: list[list[Turn]] = [[(e.prompt, written)] for e, written in zip(encoded, tokens, strict=True)]
+        return turns, completions, scores
+
     def _of_models(
         self, samples: Sequence[Sample], found: Sequence[Scored], size: int
     ) -> list[tuple[list[str], list[Scored]]]:
@@ -191,7 +213,7 @@ def sample_of(encoded: Encoded, completion: str) -> Sample:
     return Sample(example.prompt, completion, dict(example.fields), example.where, example.messages)
 
 
-class RewardRows(RowLosses):
+class RewardRows(RowLosses, RowAnswers):
     """Minus the mean score of what the model writes to some prompts, as what a step minimises.
 
     Args:
@@ -210,6 +232,42 @@ class RewardRows(RowLosses):
         self.written: list[tuple[list[str], list[Scored]]] = []
 
     @property
+    def prompts(self) -> int:
+        return len(self._encoded)
+
+    @torch.no_grad()
+    def write(self, prompts: Sequence[int], count: int) -> Answers:
+        model, objective = self._model, self._objective
+        asked = [self._encoded[i] for i in prompts for _ in range(count)]
+        with objective.evaluator.sharing(model), float32_on_emulating_cpu(model):
+            turns, texts, scores = self._reward.sampled(model, objective, asked, self._step, prompts[0] * count)
+        self.written = self.written or [([], []) for _ in range(count)]
+        for turn, (of_turn, their_scores) in enumerate(self.written):
+            of_turn += texts[turn::count]
+            their_scores += scores[turn::count]
+        answer_X = [i for i, of_answer in enumerate(turns) for _, tokens in of_answer if tokens]
+        every = [turn for of_answer in turns for turn in of_answer if turn[1]]
+        texts_X = [
+            replace(asked[i], sequences=((*prompt, *tokens),), answers=(len(tokens),))
+            for i, (prompt, tokens) in zip(answer_X, every, strict=True)
+        ]
+        shown = objective.shown()
+        rows = shown.closure(model, shown.batches(texts_X, LEARNT_AT_ONCE)) if texts_X else None
+        prompt_E = torch.tensor([i for i in prompts for _ in range(count)])
+        return Answers(rows, torch.tensor(answer_X, dtype=torch.int64), prompt_E, _values(scores))
+
+    @property
+    def written_loss(self) -> float:
+        every = [one for _, scores in self.written for one in scores]
+        return -float(_values(every).nanmean())
+
+    @property
+    def are_alike(self) -> bool:
+        scores_PN = torch.stack([_values(scores) for _, scores in self.written])
+        lowest_N, highest_N = scores_PN.nan_to_num(math.inf).amin(0), scores_PN.nan_to_num(-math.inf).amax(0)
+        return len(scores_PN) > 1 and not bool((highest_N > lowest_N).any())
+
+    @property
     def tokens(self) -> int:
         return len(self._encoded)
 
@@ -226,16 +284,10 @@ class RewardRows(RowLosses):
         with self._objective.evaluator.sharing(self._model, copies), float32_on_emulating_cpu(self._model):
             found = self._reward.scored(self._model, self._objective, self._encoded, MOST_WRITING, self._step, copies)
         self.written += found
-        return -torch.tensor([[one.value for one in scores] for _, scores in found], dtype=torch.float64)
+        return -torch.stack([_values(scores) for _, scores in found])
 
     def losses(self, copies: int) -> Tensor:
         return self.example_losses(copies).nanmean(1)
-
-    @property
-    def all_alike(self) -> bool:
-        """Whether all models that were evaluated have the same scores."""
-        every = [[one.value for one in scores if one.failure is None] for _, scores in self.written]
-        return len(every) > 1 and all(scores == every[0] for scores in every)
 
     @property
     def told(self) -> dict[str, Any]:
@@ -258,6 +310,10 @@ class RewardRows(RowLosses):
 
     def example_passes(self) -> list[list[int]]:
         raise RequestError("a reward is measured on whole batches; set method.directions=shared.")
+
+
+def _values(scores: Sequence[Scored]) -> Tensor:
+    return torch.tensor([one.value for one in scores], dtype=torch.float64)
 
 
 def answered(encoded: Sequence[Encoded], tokens: Sequence[Sequence[int]]) -> list[Encoded]:

@@ -24,8 +24,9 @@ import torch
 
 from tezo.directions.bases.basis import Basis
 from tezo.directions.targets import is_packed
-from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS, Method, method
+from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS, POLICY_GRADIENT, Method, method
 from tezo.methods.bases import find_basis
+from tezo.models.kinds import ADDRESS, engine_kind
 from tezo.models.loading import LoadedModel
 from tezo.newton.labels import rank_for
 from tezo.optim.base_optimizer import BaseOptimizer
@@ -208,15 +209,23 @@ def choose_columns(form: Format) -> list[Choice]:
 
 DEFAULTS = {
     GAUSS_NEWTON: f"these rows have {GAUSS_NEWTON}, whose steps are rounds over more rows",
-    ES: f"a reward has {ES}, whose steps are of a population",
+    POLICY_GRADIENT: f"a reward has {POLICY_GRADIENT}, which learns from each token of an answer",
 }
 
 
-def choose_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool, labelled: bool) -> list[Choice]:
+def choose_method(
+    config: Config,
+    loaded: LoadedModel,
+    *,
+    learns_outputs: bool,
+    labelled: bool,
+    why_no_answers: Callable[[], str | None] = lambda: None,
+) -> list[Choice]:
     """Returns the method in the place of "auto", by what is tuned, on what and for what.
 
     1. A model that is not causal, or has an adapter of PEFT: head-feedback.
-    2. A reward: es.
+    2. A reward: policy-gradient; es of a program that asks a server itself, in several processes, and of a model whose
+       last blocks cannot be computed anew.
     3. A metric, or rows that neither share their labels nor are free text for the last layer: head-feedback.
     4. The loss, in several processes, which share rows by default: head-feedback.
     5. The loss of a model whose layers gauss-newton cannot look at: head-feedback.
@@ -231,13 +240,17 @@ def choose_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool, 
         loaded: the model.
         learns_outputs: whether the rows share their labels, or are free text that the last layer can be fitted to.
         labelled: whether they have options.
+        why_no_answers: returns why nothing can be learnt from the tokens of answers, as a clause; None: it can.
 
     Raises:
         RequestError: an option is set that this method does not have, or not with this value.
     """
     if config.method.name != AUTO:
         return []
-    name, why = _default_method(config, loaded, learns_outputs=learns_outputs, labelled=labelled)
+    if config.train.objective == REWARD:
+        name, why = _default_for_reward(config, loaded, why_no_answers)
+    else:
+        name, why = _default_method(config, loaded, learns_outputs=learns_outputs, labelled=labelled)
     check_options(config, name)
     found = [Choice("method.name", name, why or _on_rate(config, name))]
     unseen = loaded.unseen(_own_basis(name), labelled=labelled)
@@ -254,19 +267,17 @@ def choose_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool, 
 
 
 def _own_basis(name: str) -> Basis:
-    return find_basis(method(name).defaults()["basis"])
+    return find_basis(method(name).defaults().get("basis", RANDOM))
 
 
 def _default_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool, labelled: bool) -> tuple[str, str]:
     """Returns (the name of the default, why it is not the usual one of such rows; "" where it is)."""
     train, peft = config.train, config.model.peft
-    usual = ES if train.objective == REWARD else GAUSS_NEWTON if learns_outputs else HEAD_FEEDBACK
+    usual = GAUSS_NEWTON if learns_outputs else HEAD_FEEDBACK
     if loaded.kind != "causal" or usual == HEAD_FEEDBACK:
         return HEAD_FEEDBACK, ""
     if peft != "none":
         return _instead(f"model.peft is {peft}, and the adapter is tuned", f"without one {DEFAULTS[usual]}")
-    if usual == ES:
-        return ES, ""
     if not train.minimises_loss:
         return _instead(
             f"train.objective is {train.objective}, and {usual} needs the loss", f"for the loss {DEFAULTS[usual]}"
@@ -279,6 +290,22 @@ def _default_method(config: Config, loaded: LoadedModel, *, learns_outputs: bool
             f"{usual} looks at inputs of layers, which cannot be seen here", f"where they can be, {DEFAULTS[usual]}"
         )
     return usual, ""
+
+
+def _default_for_reward(
+    config: Config, loaded: LoadedModel, why_no_answers: Callable[[], str | None]
+) -> tuple[str, str]:
+    """Returns the same of a reward."""
+    peft, usual = config.model.peft, DEFAULTS[POLICY_GRADIENT]
+    if loaded.kind != "causal":
+        return HEAD_FEEDBACK, ""
+    if peft != "none":
+        return _instead(f"model.peft is {peft}, and the adapter is tuned", f"without one {usual}")
+    if config.train.serve and engine_kind(config.model.engine) == ADDRESS:  # the run does not see the answers
+        return ES, ""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    reason = f"{POLICY_GRADIENT} runs in one process" if several else why_no_answers()
+    return (POLICY_GRADIENT, "") if reason is None else (ES, f"method.name is {ES}, because {reason}; else {usual}.")
 
 
 def _instead(reason: str, usual: str) -> tuple[str, str]:

@@ -16,11 +16,12 @@ from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
 from tezo.forward.engine import Engine
 from tezo.forward.interception import DirectReads
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
-from tezo.methods import BASELINES, ES, HEAD_FEEDBACK, METHODS, method
+from tezo.methods import BASELINES, ES, HEAD_FEEDBACK, METHODS, POLICY_GRADIENT, method
 from tezo.models.kinds import ADDRESS, IN_MEMORY, engine_kind, is_unused
 from tezo.models.loading import SETTLED, LoadedModel, check_head_not_tied
 from tezo.models.local_names import working_folder
 from tezo.models.peft import add_adapter
+from tezo.newton.policy import AnswerBasis, why_not
 from tezo.newton.text import fits_text
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
@@ -362,7 +363,16 @@ def prepare(
     used = _encode(choices.config, loaded, splits, form, reward)
     if not form.options:
         learns_outputs = used.is_text and fits_text(loaded.model)
-        choices.add(choose_method(choices.config, loaded, learns_outputs=learns_outputs, labelled=False))
+        why_no_answers = partial(_why_no_answers, loaded, used)
+        choices.add(
+            choose_method(
+                choices.config,
+                loaded,
+                learns_outputs=learns_outputs,
+                labelled=False,
+                why_no_answers=why_no_answers,
+            )
+        )
     config = choices.config
     _check_objective(config, learns_labels=bool(used.format.options))
     untrained = _untrained(loaded, used.objective, used.train)
@@ -455,12 +465,40 @@ def _learns_few(config: Config, used: "_EncodedRows") -> bool:
     return keeps and are_few(len(used.train)) and too_few_to_judge(len(used.dev))
 
 
+TRIED_ROWS = 8
+"""Prompts that tell whether the last blocks can be computed anew."""
+
+
+def _why_no_answers(loaded: LoadedModel, used: "_EncodedRows") -> str | None:
+    """Returns why nothing can be learnt from the tokens of answers, as a clause; None: it can."""
+    basis, shown = AnswerBasis(), used.objective.shown()
+    if (unseen := loaded.unseen(basis, labelled=False)) is not None:
+        return f"{POLICY_GRADIENT} looks at inputs of layers, for which torch needs the weights, and {unseen}"
+    # the blocks are known by many places, and the prompts have them
+    read = [replace(row, answers=(len(row.prompt) - 1,)) for row in used.train[:TRIED_ROWS] if len(row.prompt) > 1]
+    if not read:
+        return f"{POLICY_GRADIENT} is tried on prompts, and these are of one token"
+    with current().phase(CHECKING):
+        why = why_not(loaded.model, shown.closure(loaded.model, shown.batches(read)), len(read))
+    return None if why is None else f"{POLICY_GRADIENT} computes the last blocks of the model anew, and {why}"
+
+
 def _check_objective(config: Config, *, learns_labels: bool) -> None:
     name, objective, chosen = config.method.name, config.train.objective, method(config.method.name)
     if chosen.takes_labels and not learns_labels:
         raise RequestError(
             f"method.name is {name}, which needs labels that all rows share, and these rows have none; leave --method "
             f"{name} out, or name another method, such as --method {HEAD_FEEDBACK}."
+        )
+    if chosen.takes_answers and objective != REWARD:
+        raise RequestError(
+            f"method.name is {name}, which learns from answers that the model writes, and train.objective is "
+            f"{objective}; give a scorer of answers in train.reward, or choose another method."
+        )
+    if chosen.takes_answers and config.train.serve and engine_kind(config.model.engine) == ADDRESS:
+        raise RequestError(
+            f"method.name is {name}, and the program of train.serve asks {config.model.engine} itself, so that the run "
+            f"does not see the answers; choose another method, such as --method {ES}."
         )
     if chosen.takes_outputs and objective != LOSS:
         raise RequestError(

@@ -437,15 +437,15 @@ class Loop:
             return {**optimizer.metrics, **closure.told}
 
     def _warn_of_scores(self, rows: RewardRows, step: int) -> None:
-        """Says, once each, that scores are missing, and that a step learnt nothing because all models scored alike."""
+        """Says, once each, that scores are missing, and that a step learnt nothing since all answers scored alike."""
         reward = self.job.reward
         for kind, reason in reward.gaps.items() if reward is not None else ():
             if kind not in self._said:
                 self._said.add(kind)
                 self._warn(f"{GAPS[kind]}, from step {step} on: {reason}.")
-        if rows.all_alike and ALIKE not in self._said:
+        if rows.are_alike and ALIKE not in self._said:
             self._said.add(ALIKE)
-            nothing = "every model scored alike on each prompt, so that there is nothing to learn from"
+            nothing = "all answers to each prompt scored alike, so that there is nothing to learn from"
             self._warn(f"step {step}: {nothing}; {WAYS_FROM_ALIKE}.")
 
     def _closure(self, step: int, indices: Sequence[int]) -> Closure:

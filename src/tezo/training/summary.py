@@ -115,7 +115,7 @@ def _after_no_gain(summary: Mapping[str, Any], lr: float, *, rewarded: bool) -> 
         lowered = f"The learning rate was lowered from {lr:.1e} to {lowest:.1e}"
         return f"{lowered}, still too high: try --lr {lowest / 3:.1e}."
     if rewarded and 2 * summary["idle_steps"] > summary["steps"]:
-        return f"In {summary['idle_steps']} of {summary['steps']} steps all models scored alike: {WAYS_FROM_ALIKE}."
+        return f"In {summary['idle_steps']} of {summary['steps']} steps all answers scored alike: {WAYS_FROM_ALIKE}."
     count = summary["rows"]["train"]
     if method(summary["method"]).takes_outputs:  # it has no rate
         not_taken = f"{NOT_TAKEN} " if summary["idle_steps"] == summary["steps"] else ""

@@ -46,12 +46,15 @@ class Source:
         passes: runs forward passes; None: no rows are known.
         rows: returns rows with their outputs; None: no such rows are known.
         varied: whether rows of other steps are other rows.
+        answers: the prompts of the step, to which the model writes answers that are scored
+            (`tezo.optim.closures.RowAnswers`); None: the step has no such rows.
     """
 
     model: nn.Module
     passes: Passes | None
     rows: RowsOf | None
     varied: bool = True
+    answers: Any = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,11 @@ class DataBasis(Basis, Generic[F]):
     def read(self, stored: StoredTensors) -> F:
         """Returns the factors that were stored as these tensors."""
 
+    def computes_again(self, source: Source) -> bool:
+        """Returns whether factors are computed for a step even where the store has them: the step needs more of it."""
+        del source
+        return False
+
     def prepare(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> None:
         self._targets = [target for target in targets if target.input_role is not None]
         self._ranks = ranks
@@ -262,15 +270,16 @@ class DataBasis(Basis, Generic[F]):
     def _found(self, refresh_step: int, source: Source) -> F:
         """Returns the factors that the store has, or else new ones."""
         stored = self._store.load(KIND, refresh_step) if self._store is not None else None
-        if stored is not None:
+        if stored is not None and not self.computes_again(source):
             return self._checked(self.read(stored))
         started = time.perf_counter()
         with current().phase(BASIS):
             factors = self.compute(refresh_step, source)
         self._seconds += time.perf_counter() - started
-        self._unsaved.add(refresh_step)
         # products depend, in their last bit, on how a factor lies in memory: a run that goes on has what it stored
         tensors = {name: tensor.contiguous() for name, tensor in factors.to_tensors().items()}
+        if stored is None or any(not torch.equal(tensors[name], stored.tensors[name]) for name in tensors):
+            self._unsaved.add(refresh_step)
         return self._checked(self.read(StoredTensors(tensors, factors.passes)))
 
     def at(self, refresh_step: int) -> F:

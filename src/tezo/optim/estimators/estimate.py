@@ -19,9 +19,9 @@ MOST_DIRECTIONS = 1 << 12
 """Largest number of directions per step. A step log with more is refused."""
 
 TWO_POINT, FEEDBACK, GRADIENT, GAUSS_NEWTON = "two-point", "feedback", "gradient", "gauss-newton"
-POPULATION = "population"
+POPULATION, POLICY_GRADIENT = "population", "policy-gradient"
 """Names of step rules: with random directions, with the error at the last hidden states, with backpropagation, with the
-outputs of each row, with the scores of many members."""
+outputs of each row, with the scores of many members, with those of many answers."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,8 @@ class Estimator(ABC):
 
     rule: ClassVar[str]
     """Name in records and step logs of the steps that it is for."""
+    compares: ClassVar[bool] = True
+    """Whether its probes are losses of perturbed models, to be compared with that of the model as it is."""
     idle_steps: ClassVar[int | None] = None
     """Steps in a row without a change, or evaluations that hardly lower the dev loss, after which later steps are not
     worth their passes; None: any may be."""

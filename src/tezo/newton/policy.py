@@ -1,0 +1,164 @@
+"""A policy gradient without a backward pass through the model: what sampled answers earn, through the last blocks.
+
+The model writes J answers to each of a few prompts (J is `ANSWERS`), each token drawn by its probability. A scorer
+gives them scores s_ij. With advantages over the other answers to the prompt, in units of their spread in the batch,
+
+    A_ij = (s_ij - mean_j s_ij) / sigma,   sigma^2 = mean_ij (s_ij - mean_j s_ij)^2,
+
+the gradient of the expected score is that of sum_ij A_ij log p(answer_ij) (REINFORCE, Williams 1992; the mean over
+the answers to a prompt as a baseline is of RLOO and GRPO). One forward pass over the answers shows what the last blocks
+are rebuilt from (`last_blocks`), and a step of Adam is taken with this as the loss (`sweep`). So each token of an
+answer is credited, where a population has one score for all that a member writes.
+
+A refresh does so for all prompts of a step, batch after batch: answers of a batch are of the model with what those
+before have taught it. The step then is along one direction, all that was learnt.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from tezo.directions.bases.basis import DataBasis, Source, StoredTensors, output_size
+from tezo.directions.targets import ALL_LINEAR, Target, select_targets
+from tezo.newton.last_blocks import WEIGHTS, NotRebuiltError, last_blocks
+from tezo.newton.look import LEAST_BLOCK_BYTES, Look, whole
+from tezo.newton.sweep import Sweep, blocks_to_sweep, learning_blocks
+from tezo.optim.closures import Answers, Closure, RowAnswers, RowOutputs
+from tezo.optim.estimators.estimate import POLICY_GRADIENT, Estimate, Probe, StepDraw, average
+from tezo.optim.estimators.two_point import TwoPoint, check_finite
+from tezo.system.errors import RequestError
+from tezo.system.progress import tracked
+from tezo.system.signals import let_interrupt
+
+PROMPTS, ANSWERS = 8, 4
+"""Prompts of a batch, and answers to each. Our choice."""
+RATE = 0.25
+"""Factor of the rates of a sweep over texts: an answer says less than a text that is to be learnt. In a trial on sums
+(docs/rewards.md) with a decoder of 135M parameters, dev rows, 1 made the model forget what answers are."""
+NO_ANSWERS = (
+    "method.name is policy-gradient, which learns from answers that the model writes and a scorer scores; give "
+    "train.reward, or choose another method."
+)
+
+
+def writers(targets: Sequence[Target]) -> list[Target]:
+    """Returns the layers of the last blocks that write to the residual stream; all, where there are no such blocks."""
+    found = learning_blocks(last_blocks(targets, output_size(targets[-1]))) if targets else []
+    names = {each.name for block in found for each in (block.attention, block.mlp)}
+    return [target for target in targets if target.name in names] or [*targets]
+
+
+class AnswerBasis(DataBasis[Look]):
+    """One direction: what the last blocks learn from scored answers to the prompts of a step; see the module."""
+
+    watches = True
+
+    def compute(self, refresh_step: int, source: Source) -> Look:
+        answers = source.answers
+        if not isinstance(answers, RowAnswers):
+            raise RequestError(NO_ANSWERS)
+        learner: Sweep | None = None
+        prompts = range(answers.prompts)
+        try:
+            for start in tracked(range(0, len(prompts), PROMPTS), "batches"):
+                let_interrupt()
+                batch = prompts[start : start + PROMPTS]
+                with nullcontext() if learner is None else learner.beside():
+                    written = answers.write(batch, ANSWERS)
+                if written.rows is None:
+                    continue
+                if learner is None:
+                    learner = _learner(source.model, self._targets, self._ranks, written.rows, refresh_step)
+                weight_X = advantages(written)[written.answer_X]
+                if bool(weight_X.any()):
+                    learner.learn(written.rows, weight_X)
+        except NotRebuiltError as error:
+            raise _not_rebuilt(str(error)) from None
+        found, calls = ({}, 0) if learner is None else (learner.found, learner.calls)
+        return whole(found, self._targets, self._ranks, calls)
+
+    def computes_again(self, source: Source) -> bool:
+        return source.answers is not None  # of a run that was killed before the step: its log has no answers of it
+
+    def collecting_bytes(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> int:
+        del ranks
+        # beside these layers the two that lead to the last one of an MLP are kept, of its size
+        return 3 * WEIGHTS.itemsize * sum(target.shape.numel() for target in targets)
+
+    def read(self, stored: StoredTensors) -> Look:
+        return Look.from_tensors(stored, [target.name for target in self._targets])
+
+
+def _learner(
+    model: nn.Module, targets: Sequence[Target], ranks: Mapping[str, int], rows: RowOutputs, step: int
+) -> Sweep:
+    """Returns what learns in these layers.
+
+    Raises:
+        NotRebuiltError: they are not of blocks that can be computed anew.
+    """
+    every = select_targets(model, (ALL_LINEAR,))
+    budget = max(LEAST_BLOCK_BYTES, sum(each.parameter.nbytes for each in every))
+    blocks = blocks_to_sweep(every, targets[-1], rows, budget) if targets else []
+    if not blocks:
+        raise NotRebuiltError("its tuned layers are not those of a decoder's last blocks")
+    return Sweep(model, targets[-1], blocks, ranks, step, lambda _: RATE)
+
+
+@torch.no_grad()
+def why_not(model: nn.Module, rows: RowOutputs, count: int) -> str | None:
+    """Returns why the last blocks of a model cannot learn from answers, as a clause; None: they can.
+
+    Args:
+        model: the model.
+        rows: some of free text, which are passed once.
+        count: of these rows.
+    """
+    targets = select_targets(model, (ALL_LINEAR,))
+    try:
+        learner = _learner(model, targets, {each.name: 1 for each in targets}, rows, 0)
+        learner.learn(rows, torch.zeros(count))
+    except NotRebuiltError as error:
+        return str(error)
+    return None
+
+
+def _not_rebuilt(why: str) -> RequestError:
+    return RequestError(
+        f"method.name is policy-gradient, which computes the last blocks of the model anew, and {why}; use --method es."
+    )
+
+
+def advantages(written: Answers) -> Tensor:
+    """Returns A of each answer, (E,) in float64; 0 where its score is missing, or all to the prompt earn the same."""
+    above_E = torch.zeros_like(written.score_E)
+    for prompt in torch.unique(written.prompt_E):
+        own = (written.prompt_E == prompt) & written.score_E.isfinite()
+        above_E[own] = written.score_E[own] - written.score_E[own].mean()
+    sigma = float(above_E.square().mean().sqrt())
+    return above_E / sigma if sigma > 0 else above_E
+
+
+class PolicyStep(TwoPoint):
+    """The step along the one direction of `AnswerBasis`, the whole of it; see the module.
+
+    The loss is minus the mean score of the answers that the refresh has learnt from, and the projected gradient -1, or
+    0 where all answers to each prompt have the same score. No further pass is taken.
+    """
+
+    rule = POLICY_GRADIENT
+    compares = False
+
+    def estimate(self, closure: Closure, draw: StepDraw) -> Estimate:
+        if not isinstance(closure, RowAnswers):
+            raise RequestError(NO_ANSWERS)
+        loss = closure.written_loss
+        probe = Probe(loss, loss, 0.0 if closure.are_alike else -1.0)
+        check_finite((probe,))
+        return average(loss, (probe,), ANSWERS, draw)
+
+    def passes(self, directions: int, *, first: bool) -> int:
+        del directions, first
+        return ANSWERS
