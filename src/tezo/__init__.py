@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tezo.methods import mezo as mezo
     from tezo.methods import mezo_adam as mezo_adam
     from tezo.methods import mezo_m as mezo_m
+    from tezo.methods import policy_gradient as policy_gradient
     from tezo.methods import probe as probe
     from tezo.methods import subzo as subzo
     from tezo.methods import tezo as tezo
@@ -53,7 +54,7 @@ __version__ = version("tezo")
 
 _METHODS = (
     "adam", "es", "fzoo", "gauss_newton", "lozo", "head_feedback", "lozo_m", "mezo",
-    "mezo_adam", "mezo_m", "probe", "subzo", "tezo", "tezo_adam",
+    "mezo_adam", "mezo_m", "policy_gradient", "probe", "subzo", "tezo", "tezo_adam",
     "tezo_cadam", "tezo_m", "zo_adamu",
 )  # fmt: skip
 _HOMES = {
