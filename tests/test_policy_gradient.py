@@ -171,14 +171,15 @@ def test_a_run_that_was_killed_after_any_entry_of_its_log_leaves_the_same_files(
     assert same(result(tmp_path / "replayed"), result(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the pretrained decoder of 260K parameters is not at hand")
 def test_a_pretrained_model_learns_a_reward(tmp_path):
-    """Stories with happy words, by a fifth of the answers that docs/rewards.md gives a population."""
-    made = {"data": EXAMPLE / "train.jsonl", "dev": EXAMPLE / "dev.jsonl"}
+    """Happy words in stories, by half of the answers that docs/rewards.md gives a population."""
+    made = {part: EXAMPLE / f"{name}.jsonl" for part, name in (("data", "train"), ("dev", "dev"), ("test", "test"))}
     run = library.train(STORIES, **made, reward=f"{EXAMPLE / 'score.py'}:happy", method="policy-gradient", steps=4,
-                        batch_size=32, max_new_tokens=24, progress=False)  # fmt: skip
+                        max_new_tokens=24, progress=False)  # fmt: skip
     before, after = run.summary["before"]["reward"], run.summary["after"]["reward"]
-    assert after > 2 * before, (before, after)
+    assert after > 1.8 * before, (before, after)
     run.close()
 
 

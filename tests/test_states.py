@@ -256,6 +256,19 @@ def test_states_of_another_prompt_are_asked_for_again_and_refused(home, standin)
     assert len(times) == 2
 
 
+@pytest.mark.parametrize("blocks", [(1, 1), (0, 0)])
+def test_states_of_other_blocks_than_at_the_start_are_refused(home, standin, monkeypatch, blocks):
+    """A server that was started anew shows as many states: of a later block, or of an earlier one."""
+    monkeypatch.setattr("tezo.engines.states.READ", 4)
+    engine = load(ModelConfig(name=str(home / "card"), engine=standin.url)).engine
+    asked = some_asked(random.Random(0), several=True, likely=1)
+    assert engine.watch({}, asked, Watch(DOWN)).inputs.keys() == {*DOWN}
+    standin.blocks = blocks
+    other = some_asked(random.Random(1), several=True, likely=1)
+    with pytest.raises(RequestError, match=r"the state that stood behind .*start it as it was"):
+        engine.watch({}, other, Watch(DOWN))
+
+
 def test_looks_are_of_the_server_that_shows_states_and_passes_of_the_others(home, standin):
     with vllm_server(home / NAME) as plain:
         engine = load(ModelConfig(name=str(home / "card"), engine=f"{standin.url},{plain.url}")).engine

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tezo.engines.states import SeenLayer
 from tezo.forward.engine import Asked, Change, LayerInputs, Told, Watch, Watched, joined
+from tezo.system.errors import RequestError
 
 AT_ONCE = 8
 """Texts with vectors of their own that are computed side by side."""
@@ -75,17 +76,29 @@ class Looks:
             return read
 
         def along_all(states_TND: Tensor) -> list[Tensor]:
-            return [states_TND[:, layer.state] @ layer.b_DK for layer in layers]
+            return [layer.along(states_TND, slice(None)) for layer in layers]
 
         before = self._asked(self._of, missing, along_all)
         for number, layer in enumerate(layers):
             parts = [self._part(layer, part, missing) for part in self._parts(layer)]
             for i, text in enumerate(missing):
-                x_TK = (torch.cat([of_texts[i] for of_texts in parts], 1) - before[i][number]) / layer.size
+                own_TK, aside_T1 = before[i][number][:, :-1], before[i][number][:, -1:]
+                change_TK = torch.cat([of_texts[i][:, :-1] for of_texts in parts], 1) - own_TK
+                # of all parts: under each of them what is aside stays
+                asides_TP = torch.cat([of_texts[i][:, -1:] for of_texts in parts], 1) - aside_T1
+                self._check(layer, change_TK, asides_TP.square().sum(1, keepdim=True).sqrt())
+                x_TK = change_TK / layer.size
                 read[layer.name, text] = x_TK.nan_to_num(0.0, 0.0, 0.0).bfloat16()  # zero where states overflow
         if sum(each.nbytes for each in {**self._known, **read}.values()) <= KEPT_BYTES:
             self._known |= read
         return read
+
+    def _check(self, layer: SeenLayer, change_TK: Tensor, aside_T1: Tensor) -> None:
+        if not layer.is_behind(torch.cat([change_TK, aside_T1], 1).nan_to_num(0.0, 0.0, 0.0)):
+            raise RequestError(
+                f"model.engine: the state that stood behind {layer.name} when the run began does not now: the server "
+                "shows states of other blocks; start it as it was, and go on with --resume."
+            )
 
     def _parts(self, layer: SeenLayer) -> Iterator[slice]:
         """Yields the parts of the K numbers that are read by an adapter each, beside the change of the layer."""
@@ -98,7 +111,7 @@ class Looks:
         """Returns B^T h' of each text, for this part of the columns of B, whose adapter it is under."""
 
         def along(states_TND: Tensor) -> Tensor:
-            return states_TND[:, layer.state] @ layer.b_DK[:, part]
+            return layer.along(states_TND, part)
 
         return self._asked(self._with(layer, *layer.adapter(part)), texts, along)
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
@@ -39,6 +40,8 @@ READ = 64
 other rows of three tasks right, whole inputs 89, 82 and 83 %: a trial that is not committed, on recorded inputs."""
 LEAST_IN_SPAN = 0.98
 """Part of the change of a state that lies in the span of B, at least, where a layer ends the block before it."""
+LEAST_READ = 0.9
+"""The same part later, by one number outside of the span: what is less is of another state than at the start."""
 LENGTH = 0.5
 """Size of s B A x, as a part of the size of h."""
 OUTPUT = 0.4
@@ -195,6 +198,25 @@ class SeenLayer:
     def adapter(self, part: slice) -> tuple[Tensor, Tensor]:
         """Returns the adapter (A, s B) that reads this part of the K numbers."""
         return self.a_KI[part], self.size * self.b_DK[:, part]
+
+    @cached_property
+    def aside_D(self) -> Tensor:
+        """A random unit vector that is orthogonal to the columns of B: along it an adapter changes nothing."""
+        draw = torch.Generator().manual_seed(0)
+        found_D = torch.randn(len(self.b_DK), generator=draw)
+        found_D -= self.b_DK @ (self.b_DK.T @ found_D)
+        unit_D: Tensor = found_D / torch.linalg.vector_norm(found_D).clamp_min(1e-30)
+        return unit_D
+
+    def along(self, states_TND: Tensor, part: slice) -> Tensor:
+        """Returns B^T h for this part of the columns of B, and behind them the one number aside, (T, K + 1)."""
+        return states_TND[:, self.state] @ torch.cat([self.b_DK[:, part], self.aside_D.unsqueeze(1)], 1)
+
+    def is_behind(self, change_TK: Tensor) -> bool:
+        """Returns whether the state stands behind the layer, by the changes of `along` under the adapter."""
+        inside, aside = change_TK[1:, :-1].square().sum(1).mean(), change_TK[1:, -1].square().mean()
+        outside = float(aside) * (len(self.b_DK) - self.b_DK.shape[1])
+        return float(inside) > 0 and outside <= (1 / LEAST_READ - 1) * float(inside)
 
     def stand_in(self, x_TK: Tensor) -> Tensor:
         """Returns the parts of inputs that are known, A^T A x (T, I)."""
