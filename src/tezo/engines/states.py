@@ -200,7 +200,7 @@ class SeenLayer:
         return self.a_KI[part], self.size * self.b_DK[:, part]
 
     @cached_property
-    def aside_D(self) -> Tensor:
+    def aside(self) -> Tensor:
         """A random unit vector that is orthogonal to the columns of B: along it an adapter changes nothing."""
         draw = torch.Generator().manual_seed(0)
         found_D = torch.randn(len(self.b_DK), generator=draw)
@@ -210,7 +210,7 @@ class SeenLayer:
 
     def along(self, states_TND: Tensor, part: slice) -> Tensor:
         """Returns B^T h for this part of the columns of B, and behind them the one number aside, (T, K + 1)."""
-        return states_TND[:, self.state] @ torch.cat([self.b_DK[:, part], self.aside_D.unsqueeze(1)], 1)
+        return states_TND[:, self.state] @ torch.cat([self.b_DK[:, part], self.aside.unsqueeze(1)], 1)
 
     def is_behind(self, change_TK: Tensor) -> bool:
         """Returns whether the state stands behind the layer, by the changes of `along` under the adapter."""
