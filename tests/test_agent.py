@@ -10,6 +10,8 @@ import pytest
 import transformers
 from folders import CHAT_TEMPLATE, model_folder, read_jsonl, settings, tezo, write_rows
 
+from tezo.newton.policy import ANSWERS
+
 EXAMPLE = Path(__file__).parents[1] / "examples/agent"
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
 pytestmark = pytest.mark.skipif(
@@ -65,8 +67,9 @@ def test_rows_are_what_their_script_writes_and_none_is_in_two_files(tmp_path):
         seen |= questions
 
 
+@pytest.mark.parametrize("method", ["policy-gradient", "es"])
 @pytest.mark.parametrize("name", ["stories260K", "fresh"])
-def test_a_run_calls_the_agent_which_asks_a_real_model(tmp_path, name):
+def test_a_run_calls_the_agent_which_asks_a_real_model(tmp_path, name, method):
     if name == "fresh":
         model = model_folder(tmp_path, "llama", chat=True)
     elif STORIES.is_dir():
@@ -81,11 +84,13 @@ def test_a_run_calls_the_agent_which_asks_a_real_model(tmp_path, name):
     done = tezo(
         "train", "--model", model, "--data", rows["train"], "--test", rows["test"], "--reward",
         f"{EXAMPLE / 'agent.py'}:score", "--serve", "--steps", 2, "--output", tmp_path / "run",
-        *settings(data__dev=rows["dev"], method__num_directions=2, train__max_new_tokens=12, train__reward_workers=4),
+        *settings(data__dev=rows["dev"], train__max_new_tokens=12, train__reward_workers=4),
+        *(("--method", method, *settings(method__num_directions=2)) if method == "es" else ()),
     )  # fmt: skip
     assert done.code == 0, done.err
     lines = read_jsonl(tmp_path / "run/scored.jsonl")
-    assert len(lines) == 2 * 2 * 4 and all(0 <= line["score"] <= 1 for line in lines)
+    answers = 2 if method == "es" else ANSWERS
+    assert len(lines) == 2 * answers * 4 and all(0 <= line["score"] <= 1 for line in lines)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert "missing_scores" not in summary["before"] | summary["after"]
 

@@ -141,6 +141,7 @@ def test_what_the_default_has_is_taken(home, setting):
         ("labels", ["method.eps=1e-5", "method.rank_threshold=0.3"], "tezo-adam"),
         ("labels", ["method.lr=auto"], "head-feedback"),
         ("reward", ["method.directions=shared"], "head-feedback"),
+        ("reward", ["method.num_directions=3"], "es"),
     ],
     ids=str,
 )

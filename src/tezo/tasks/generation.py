@@ -17,7 +17,7 @@ from tezo.tasks.objectives.evaluators import base_of
 from tezo.tasks.objectives.objective import Encoded, Objective
 
 LEARNT = 1.0
-"""Temperature of answers that are learnt from, where others are greedy: that of the model's own probabilities."""
+"""Temperature of answers that are learnt from: they are drawn by the probabilities whose gradient is taken."""
 
 
 Turn = tuple[Sequence[int], Sequence[int]]

@@ -155,8 +155,8 @@ class OwnServer:
     ) -> tuple[T, list[list[Turn]]]:
         """Returns the value of `ask` for so many names of one model, and the turns that were written under each.
 
-        All answers are sampled, those of calls that ask for greedy ones at `LEARNT`, with random numbers of the name;
-        a seed does not count.
+        All answers are sampled at `LEARNT`, with random numbers of the name. The temperature and the seed of a call do
+        not count.
 
         Args:
             model: see `serve`.
@@ -233,12 +233,12 @@ class OwnServer:
     def task(self, request: Request, prompt: Sequence[int], row: int, step: int, *, learns: bool) -> _Task:
         """Returns the answer that is to be written to one prompt, with what the request does not say.
 
-        `learns`: whether it is learnt from, and so sampled in any case, by no seed of the request.
+        `learns`: whether it is learnt from, and so sampled at `LEARNT`, by no seed of the request.
         """
         temperature = self._temperature if request.temperature is None else request.temperature
         sampling = None
         if learns:
-            sampling = Sampling(temperature or LEARNT, self._seed, step)
+            sampling = Sampling(LEARNT, self._seed, step)
         elif temperature:
             seed, own = (self._seed, step) if request.seed is None else (request.seed & (2**63 - 1), 0)
             sampling = Sampling(temperature, seed, own)

@@ -166,14 +166,14 @@ class Reward:
     def sampled(
         self, model: Any, objective: Objective, encoded: Sequence[Encoded], step: int, first: int
     ) -> tuple[list[list[Turn]], list[str], list[Scored]]:
-        """Returns (turns, texts, scores) of a sampled completion of each prompt, at `LEARNT` where others are greedy.
+        """Returns (turns, texts, scores) of a completion of each prompt, sampled at `LEARNT`.
 
         `first`: number of the first of these prompts, by which random numbers differ.
 
         Raises:
             RequestError: as `measure`.
         """
-        sampling = Sampling(self.temperature or LEARNT, self.seed, step, first)
+        sampling = Sampling(LEARNT, self.seed, step, first)
         (tokens,) = continuations(model, objective, encoded, MOST_WRITING, self.max_new_tokens, sampling, 1)
         texts = texts_of(objective, encoded, tokens)
         samples = [sample_of(e, text.strip()) for e, text in zip(encoded, texts, strict=True)]

@@ -326,7 +326,8 @@ def check_options(config: Config, name: str) -> None:
                 if key in types_of
                 else f"method.{key}: {name}, the default here, has no such option"
             )
-            other = (of_all or of_key)[0]
+            has_it = of_all or of_key
+            other = ES if name == POLICY_GRADIENT and ES in has_it else has_it[0]
             raise RequestError(f"{fault}; leave it out, or add --method {other} (method.name), which has it.")
         coerce(f"method.{key}", value, types_of[key])
 
