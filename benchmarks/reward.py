@@ -28,6 +28,7 @@ from tezo.system.progress import quiet_libraries
 EXAMPLE = Path(__file__).parents[1] / "examples/reward"
 DECAYING = {f"es, 16 steps, weight decay {own:g}": {"steps": 16, "weight_decay": own} for own in (0.0, 0.02, 0.05)}
 SETTINGS: dict[str, dict[str, Any]] = {
+    "policy-gradient": {},
     "head-feedback": {"lr": 1e-3, "steps": 60},
     "es": {"steps": 8, "weight_decay": 0.0},
     "es, constant rate": {"steps": 8, "weight_decay": 0.0, "schedule": "constant"},
@@ -37,13 +38,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 OURS = ("es", "es, constant rate", "es, antithetic", "es, by ranks")
 MOST_TOKENS = 24
-RUNS = [
+RUNS: list[tuple[str, float, float | str | None, int]] = [
+    *(("policy-gradient", 0.0, None, seed) for seed in (0, 1, 2)),
     *((name, temperature, "auto", seed) for name in OURS for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
     *((name, 0.0, "auto", seed) for name in DECAYING for seed in (0, 1, 2)),
     *(("head-feedback", temperature, 1e-2, seed) for seed in (0, 1, 2) for temperature in (0.0, 1.0)),
     *(("head-feedback", temperature, 1e-3, 0) for temperature in (0.0, 1.0)),
 ]
-"""(method, temperature, rho, seed)."""
+"""(method, temperature, rho, seed); a method without rho has None."""
 SAMPLES = 3
 KEYS = ("before", "after", "dev_loss_before", "dev_loss", "steps", "kept_step", "num_forward_passes", "rows",
         "seconds_stepping", "own_answers", "verdict")  # fmt: skip
@@ -86,9 +88,11 @@ def measured(model: str, what: dict[str, Any]) -> dict[str, Any]:
     parts = {part: str(EXAMPLE / f"{part}.jsonl") for part in ("dev", "test")}
     reward = f"{EXAMPLE / 'score.py'}:happy"
     members = patch("tezo.methods.es.Population", Ranked) if "ranks" in what["method"] else nullcontext()
+    method = what["method"].partition(",")[0]
+    given = {key: value for key, value in what.items() if value is not None} | {"method": method}
     with members:
         run = tezo.train(model, str(EXAMPLE / "train.jsonl"), reward=reward, max_new_tokens=MOST_TOKENS, **parts,
-                         **SETTINGS[what["method"]], **what | {"method": what["method"].partition(",")[0]})  # fmt: skip
+                         **SETTINGS[what["method"]], **given)  # fmt: skip
     after = stories(run.model, run.tokenizer)
     before = stories(AutoModelForCausalLM.from_pretrained(model), run.tokenizer)
     entry = {key: run.summary[key] for key in KEYS}

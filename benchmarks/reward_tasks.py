@@ -1,7 +1,7 @@
 """Rewards that no gradient has: a language model of 135M parameters learns to write JSON, and to add.
 
-    python benchmarks/reward_tasks.py [--tasks form sums] [--methods es head-feedback] [--engines torch llama.cpp]
-        [--seeds 0] [--gguf FILE] [--out benchmarks/results] [--threads 2]
+    python benchmarks/reward_tasks.py [--tasks form sums] [--methods policy-gradient es head-feedback]
+        [--engines torch llama.cpp] [--seeds 0] [--gguf FILE] [--out benchmarks/results] [--threads 2]
 
 form: prompts say who lives where, in four forms, and ask for JSON, not for its keys; the score is 1 for valid JSON with
 the keys name and city and no others, and parts of it earn parts. sums: what two numbers up to twenty are together; the
@@ -51,6 +51,7 @@ FORMS = ("{} lives in {}.", "The home of {} is {}.", "{} moved to {} last year."
 PARTS = {"train": 96, "dev": 24, "test": 96}
 EQUAL: dict[str, Any] = {"num_directions": 12, "batch_size": 8}
 METHODS: dict[str, dict[str, Any]] = {
+    "policy-gradient": {},
     "es by default": {},
     "es": EQUAL | {"steps": 60, "weight_decay": 0.02},
     "es without decay": EQUAL | {"steps": 60, "weight_decay": 0.0},
@@ -153,6 +154,7 @@ def measured(task: Task, method: str, engine: str, model: str, seed: int) -> dic
             "untouched_loss": untouched(run.loaded), "own_answers": summary["own_answers"],
             "kept_step": summary["kept_step"], "steps": summary["steps"],
             "answers_a_second_in_steps": round(written / last["seconds"], 2), "plain_answers_a_second": round(plain, 2),
+            "answers": written,
             "answers_for_each_training_prompt": round(written / len(made["train"])), "seconds": round(seconds),
             "verdict": summary["verdict"],
         }  # fmt: skip

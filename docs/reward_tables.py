@@ -12,7 +12,7 @@ def reward() -> str:
         [
             f"`{run['method']}`",
             "greedy" if run["temperature"] == 0 else f"sampled at {run['temperature']:g}",
-            run["rho"] if run["rho"] == "auto" else f"{run['rho']:g}",
+            f"{run['rho']:g}" if isinstance(run["rho"], float) else run["rho"] or "",
             f"{run['seed']}",
             *(f"{run[when]['reward']:.3f}" for when in ("before", "after")),
             f"{-run['dev_loss']:.3f}",
@@ -27,6 +27,7 @@ def reward() -> str:
     settings = "; ".join(
         f"`{method}`: " + ", ".join(f"{key} {value}" for key, value in own.items())
         for method, own in results["settings"].items()
+        if own
     )
     return grid(heads, rows) + f"\n{settings}; others are defaults. `{results['command']}`; {machine(results)}.\n"
 
@@ -41,13 +42,17 @@ def reward_samples() -> str:
     return grid(["before", "after"], [[" ".join(s[k].split()) for k in ("before", "after")] for s in run["samples"]])
 
 
+TRAINING_PROMPTS = 96
+"""Of each task; runs made before they counted their answers have the number for each of these."""
+
+
 def reward_tasks() -> str:
     """Exact answers to unseen prompts of each task, and what was forgotten."""
     found = read("reward_tasks")
     rows, settings, ran = [], [], {}
     for task, own in found["tasks"].items():
         for name, share in own["untuned"].items():
-            rows.append([task, f"untuned, {name}", "", f"{100 * share:.1f} %", "", ""])
+            rows.append([task, f"untuned, {name}", "", "", f"{100 * share:.1f} %", "", ""])
         for name, run in own["runs"].items():
             said = run["own_answers"]
             other = [run.get("untouched_loss_before"), run.get("untouched_loss")]
@@ -55,6 +60,7 @@ def reward_tasks() -> str:
                 [
                     task,
                     name,
+                    f"{run.get('answers', TRAINING_PROMPTS * run['answers_for_each_training_prompt']):,}",
                     f"{run['before']['reward']:.3f} to {run['after']['reward']:.3f}",
                     f"{100 * run['exact_after']:.1f} %",
                     f"{said[1] - said[0]:.2f}" if None not in said else "not measured",
@@ -66,7 +72,15 @@ def reward_tasks() -> str:
         each = [f"{name}: " + ", ".join(f"{key} {value}" for key, value in said.items()) + "nothing set" * (not said)
                 for name, said in own["settings"].items() if name in ran_here | {"all"}]  # fmt: skip
         settings.append(f"{task}: {'; '.join(each)}")
-    heads = ["task", "", "reward", "exact answers", "forgotten, nats a token", "loss of an untouched task"]
+    heads = [
+        "task",
+        "",
+        "answers in steps",
+        "reward",
+        "exact answers",
+        "forgotten, nats a token",
+        "loss of an untouched task",
+    ]
     command = "`python benchmarks/reward_tasks.py`"
     return grid(heads, rows) + f"\n{found['model']}. {'. '.join(settings)}. {command}; {'; '.join(ran)}.\n"
 

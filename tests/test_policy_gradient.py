@@ -73,6 +73,12 @@ def test_advantages_are_over_the_other_answers_in_units_of_the_spread():
     assert torch.allclose(shifted, torch.tensor([1.0, -1.0, -1.0, 1.0]).double())
 
 
+def test_equal_scores_teach_nothing_however_they_are_rounded():
+    for value in torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist():
+        scores = [value, value, value, math.nan, *[2 * value] * 4]
+        assert not advantages(answers(scores, [0, 0, 0, 0, 1, 1, 1, 1])).any(), value
+
+
 def written(job, step=0):
     """The closure of a step on the first twelve prompts."""
     return RewardRows(job.reward, job.model, job.objective, job.train[:12], step)
@@ -141,6 +147,82 @@ def test_a_step_takes_a_part_of_what_its_refresh_has_learnt_and_counts_its_answe
     optimizer.close()
 
 
+@torch.no_grad()
+def test_what_earned_more_becomes_more_likely(home):
+    """At the rate of the library, after one batch of eight prompts."""
+    job = prepare(config(home), measuring=False)
+    found = written(job).write(range(8), ANSWERS)
+    weight_E, before = advantages(found)[found.answer_X], found.rows.example_losses(1)[0]
+    ranks = dict.fromkeys([target.name for target in job.optimizer.targets], 4)
+    learner = policy._learner(job.model, ranks, found.rows, 0)
+    learner.learn(found.rows, weight_E)
+    with learner.beside():
+        once = found.rows.example_losses(1)[0]
+    learner.learn(found.rows, weight_E)  # the second step moves along the gradient, the first by its signs
+    with learner.beside():
+        twice = found.rows.example_losses(1)[0]
+    losses = [float((weight_E * of_rows.double()).mean()) for of_rows in (before, once, twice)]
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[2]
+    job.optimizer.close()
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the pretrained decoder of 260K parameters is not at hand")
+def test_an_answer_of_one_line_ends_with_it_whatever_others_write(home):
+    """A batch is padded until its longest answer ends; what stands behind a line break was not written."""
+    made = replace(config(home, max_new_tokens=60), model=replace(config(home).model, name=str(STORIES)))
+    job = prepare(made, measuring=False)
+    rows = [replace(row, example=replace(row.example, ends=False)) for row in job.train[:8]]
+    found = RewardRows(job.reward, job.model, job.objective, rows, 0).write(range(8), ANSWERS)
+    outputs, tokenizer, lengths = found.rows.outputs(), job.objective.tokenizer, []
+    for x in range(len(found.answer_X)):
+        tokens = outputs.tokens_TC[outputs.example_T == x, 0].tolist()
+        assert "\n" not in tokenizer.decode(tokens[:-1]), tokens
+        lengths.append(len(tokens))
+    assert min(lengths) < max(lengths)
+    job.optimizer.close()
+
+
+def test_what_is_asked_for_beside_the_blocks_stays_as_it_is(home):
+    made = replace(config(home), method=replace(config(home).method, options={"targets": ["*norm*", "*down_proj*"]}))
+    job = prepare(made, measuring=False)
+    assert {target.name.split(".")[-2] for target in job.optimizer.targets} == {"down_proj"}
+    job.optimizer.close()
+    everything = replace(made, method=replace(made.method, options={"targets": ["all"]}))
+    job = prepare(everything, measuring=False)
+    assert {target.name.split(".")[-2] for target in job.optimizer.targets} == {"down_proj", "o_proj"}
+    job.optimizer.close()
+    with pytest.raises(library.RequestError, match=r"method\.targets is .*such as model\.layers"):
+        prepare(replace(made, method=replace(made.method, options={"targets": ["*q_proj*"]})), measuring=False)
+
+
+def test_a_prompt_without_a_score_is_left_out_and_a_step_without_any_ends_the_run(home, tmp_path):
+    """Nine prompts are a batch of eight and one alone, whose answers have no score."""
+    made, seen = config(home, steps=1, batch_size=9, max_new_tokens=3, reward="memory", objective="reward"), []
+
+    def all_but_one(prompt, completion, row):
+        seen.append(prompt)
+        return None if prompt == alone else float(len(completion))
+
+    rows = [json.loads(line) for line in (home / "train.jsonl").read_text().splitlines()]
+    job = prepare(config(home, steps=1, batch_size=9), measuring=False)
+    alone = job.train[job.sampler().rows(0)[8]].example.prompt
+    job.optimizer.close()
+    assert alone in {row["prompt"] for row in rows}
+    train(made, tmp_path / "run", score=all_but_one)
+    lines = [json.loads(line) for line in (tmp_path / "run/scored.jsonl").read_text().splitlines()]
+    assert sum(line["score"] is None for line in lines) == ANSWERS
+    learnt = {row["prompt"] for row in rows}
+
+    def none_of_a_step(prompt, completion, row):
+        seen.append(prompt)
+        return None if prompt in learnt and sum(each in learnt for each in seen) > 8 else 1.0
+
+    seen.clear()  # the check before a run scores eight training prompts
+    with pytest.raises(library.RequestError, match="gave none of 36 scores"):
+        train(made, tmp_path / "none", score=none_of_a_step)
+
+
 def test_answers_that_all_earn_the_same_teach_nothing(home):
     run = library.train(str(home / "llama"), str(home / "train.jsonl"), dev=str(home / "dev.jsonl"), steps=2,
                         reward=lambda *_: 1.0, method="policy-gradient", max_new_tokens=3, progress=False)  # fmt: skip
@@ -185,10 +267,7 @@ def test_a_pretrained_model_learns_a_reward(tmp_path):
 
 REFUSED = {
     "no reward": ((), ("method.name is policy-gradient, which learns from answers", "train.objective is loss")),
-    "a program that asks a server": (
-        ("--reward", "score.py:asks", "--serve", "--engine", "http://127.0.0.1:9"),
-        ("127.0.0.1:9",),
-    ),
+    "an adapter of PEFT": (("--reward", "score.py:short_words", "--set", "model.peft=lora"), ("model.peft is lora",)),
 }
 
 
@@ -207,5 +286,17 @@ def test_what_writes_no_answers_is_refused(home, monkeypatch, case):
 def test_a_model_whose_last_blocks_cannot_be_computed_anew_is_refused(home, tmp_path):
     model_folder(home, "opt")
     made = replace(config(home), model=replace(config(home).model, name=str(home / "opt")))
-    with pytest.raises(library.RequestError, match=r"policy-gradient, which computes the last blocks .*--method es"):
+    with pytest.raises(library.RequestError, match=r"policy-gradient computes the last blocks .*--method es"):
         train(made, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_closure_that_writes_nothing_is_refused(home):
+    job = prepare(config(home), measuring=False)
+    with pytest.raises(library.RequestError, match=r"this closure writes none; use tezo\.train"):
+        job.optimizer.step(lambda: 0.0)
+    first = written(job)
+    job.optimizer.refresh(first)
+    with pytest.raises(library.RequestError, match="has written no answers for this closure"):
+        job.optimizer.step(written(job))
+    job.optimizer.close()

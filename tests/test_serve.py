@@ -580,8 +580,7 @@ def test_what_a_program_is_answered_is_learnt_from_under_its_own_name(home, engi
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_policy_gradient_of_a_program_is_that_of_the_texts_it_asks_for(home, tmp_path, engine):
-    """The program asks for one text and scores it as the plain scorer does; only random numbers differ."""
+def test_a_run_learns_from_a_program_and_goes_on_to_the_bit(home, tmp_path, engine):
     made = learning(home, engine, steps=2, batch_size=12)
     summary = train(made, tmp_path / "run")
     lines = read_jsonl(tmp_path / "run/scored.jsonl")

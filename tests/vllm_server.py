@@ -152,7 +152,7 @@ class StandIn:
     def choice(self, index: int, prompt: Sequence[int], asked: Any) -> dict[str, Any]:
         seen = self.logits(prompt)
         table, tokens, reason = seen.log_softmax(-1), list[int](), "length"
-        draw = torch.Generator().manual_seed(asked.get("seed", 0) + index)
+        draw = torch.Generator().manual_seed(asked.get("seed", 0))
         for _ in range(asked["max_tokens"]):
             logits = self.logits([*prompt, *tokens])[-1] if tokens else seen[-1]
             if asked["temperature"]:

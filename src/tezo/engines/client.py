@@ -5,6 +5,7 @@ An answer that is not one to what was asked is asked for once more, and refused 
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,7 +108,27 @@ class Client:
     def continuations(
         self, model: str, prompts: Sequence[Sequence[int]], wanted: Continuing, vocabulary: int
     ) -> list[list[int]]:
-        """Returns the tokens that continue each prompt, see `continuations_of`."""
+        """Returns the tokens that continue each prompt, see `continuations_of`.
+
+        A seed is one for all prompts of a request, and equal prompts would have equal answers: each of these has a
+        request of its own.
+        """
+        turns = [tuple(prompt) for prompt in prompts]
+        turn_of = [turns[:i].count(prompt) for i, prompt in enumerate(turns)] if wanted.seeds else [0] * len(turns)
+        found: list[list[int]] = [[]] * len(prompts)
+        for turn in sorted(set(turn_of)):
+            places = [i for i, of in enumerate(turn_of) if of == turn]
+            seeds = [wanted.seeds[i] for i in places] if wanted.seeds else ()
+            asked = [prompts[i] for i in places]
+            for i, tokens in zip(
+                places, self._continued(model, asked, replace(wanted, seeds=seeds), vocabulary), strict=True
+            ):
+                found[i] = tokens
+        return found
+
+    def _continued(
+        self, model: str, prompts: Sequence[Sequence[int]], wanted: Continuing, vocabulary: int
+    ) -> list[list[int]]:
         body: dict[str, Any] = {"model": model, "prompt": [list(prompt) for prompt in prompts]}
         body |= {"max_tokens": wanted.most, "temperature": wanted.temperature, "stop_token_ids": list(wanted.ends)}
         body |= {"return_token_ids": True, **AS_THE_MODEL_SAYS}

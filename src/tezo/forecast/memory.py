@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
+from tezo.directions.bases.basis import GaussianBasis
 from tezo.directions.random import DrawKey
 from tezo.directions.spaces import FixedFactors
 from tezo.directions.targets import ALL, device_of, is_packed, select_targets
@@ -89,6 +90,8 @@ def forecast(model: nn.Module, method: Method[ZerothOrderOptimizer], **options: 
         optimizer = method.build(model, seed=0, **options)
     except RequestError as error:
         return Forecast(method.name, refusal=str(error))
+    if optimizer.basis.data_dependent:  # of a method that has this one alone
+        basis, optimizer.perturbation.basis = optimizer.basis, GaussianBasis()
     try:
         ranks = {name: rank for name in optimizer.parameters if (rank := optimizer.rank_and_way(name)[0]) is not None}
         matrices = [target for target in optimizer.targets if target.name in ranks]

@@ -170,10 +170,13 @@ class RowAnswers(Losses):
             count: answers to each of them.
         """
 
-    @property
     @abstractmethod
     def written_loss(self) -> float:
-        """Minus the mean score of all answers so far; NaN: there is none."""
+        """Returns minus the mean score of all answers so far.
+
+        Raises:
+            RequestError: nothing was written, or no answer has a score.
+        """
 
     @property
     @abstractmethod

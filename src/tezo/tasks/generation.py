@@ -137,7 +137,8 @@ def continuations(
             every = objective.evaluator.continuations(model, objective.tokenizer, prompts, wanted, copies)
             for texts, rows in zip(found, every, strict=True):
                 for i, tokens in zip(alike, rows, strict=True):
-                    texts[i] = to_the_end(tokens, ends)
+                    ended = to_the_end(tokens, ends)
+                    texts[i] = to_the_line(objective, encoded[i], ended) if wanted.one_line else ended
     return found
 
 
@@ -158,6 +159,15 @@ def to_the_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
     """Returns the tokens up to the first that ends a completion, which is the last then."""
     end = next((place for place, token in enumerate(tokens, 1) if token in ends), None)
     return list(tokens[:end])
+
+
+def to_the_line(objective: CausalObjective, encoded: Encoded, tokens: Sequence[int]) -> list[int]:
+    """Returns the tokens up to the first with which their text has a line break: a batch writes on until all end."""
+
+    def has_break(count: int) -> bool:
+        return "\n" in text_after(objective.tokenizer, encoded.prompt, tokens[:count], special=False)
+
+    return list(tokens[: next((count for count in range(1, len(tokens)) if has_break(count)), len(tokens))])
 
 
 def texts_of(objective: Objective, encoded: Sequence[Encoded], continued: Sequence[Sequence[int]]) -> list[str]:

@@ -365,15 +365,14 @@ class _Desk:
                 call.end(error)
         written = iter(self._written(writer, [task for _, tasks in taken for task in tasks]))
         for call, tasks in taken:
-            answers = []
-            for task in tasks:
-                answer, tokens = next(written)
-                answers.append(answer)
-                if self.numbers:
-                    self.turns[call.request.model].append((tuple(task.prompt), tuple(tokens)))
+            found = [next(written) for _ in tasks]
+            answers = [answer for answer, _ in found]
             asked = sum(len(task.prompt) for task in tasks[:: call.request.count])
             with suppress(InvalidStateError):  # the program has hung up
                 call.answer.set_result(answer_to(call.request, self._server.number(), int(time.time()), asked, answers))
+                if self.numbers:
+                    turns = [(tuple(t.prompt), tuple(tokens)) for t, (_, tokens) in zip(tasks, found, strict=True)]
+                    self.turns[call.request.model] += turns
 
     def _tasks(self, request: Request) -> list[_Task]:
         found = []

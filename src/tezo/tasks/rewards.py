@@ -170,21 +170,31 @@ class Reward:
 
         `first`: number of the first of these prompts, by which random numbers differ.
 
-        Raises:
-            RequestError: as `measure`.
+        Scores that are missing are, even if it is all of them.
         """
         sampling = Sampling(LEARNT, self.seed, step, first)
         (tokens,) = continuations(model, objective, encoded, MOST_WRITING, self.max_new_tokens, sampling, 1)
         texts = texts_of(objective, encoded, tokens)
         samples = [sample_of(e, text.strip()) for e, text in zip(encoded, texts, strict=True)]
-        ((completions, scores),) = self._of_models(samples, self.scores(samples), len(samples))
+        scores = self.scores(samples)
         turns: list[list[Turn]] = [[(e.prompt, written)] for e, written in zip(encoded, tokens, strict=True)]
-        return turns, completions, scores
+        return turns, [s.completion for s in samples], scores
 
     def _of_models(
         self, samples: Sequence[Sample], found: Sequence[Scored], size: int
     ) -> list[tuple[list[str], list[Scored]]]:
         """Returns (completions, scores) of each model, of all samples, `size` of a model; notes what is missing."""
+        self.check_some(samples, found)
+        return [
+            ([s.completion for s in samples[i : i + size]], [*found[i : i + size]]) for i in range(0, len(found), size)
+        ]
+
+    def check_some(self, samples: Sequence[Sample], found: Sequence[Scored]) -> None:
+        """Notes scores that are missing.
+
+        Raises:
+            ScorerError: all are.
+        """
         failures = [(one.failure, s.where) for one, s in zip(found, samples, strict=True) if one.failure is not None]
         if len(failures) == len(found):
             why, where = failures[0]
@@ -202,9 +212,6 @@ class Reward:
         lacks = [(", ".join(one.lacks), s.where) for one, s in zip(found, samples, strict=True) if one.lacks]
         if lacks:
             self.gaps.setdefault(LACKING, f"{self.name} gave no {lacks[0][0]} for {lacks[0][1]}")
-        return [
-            ([s.completion for s in samples[i : i + size]], [*found[i : i + size]]) for i in range(0, len(found), size)
-        ]
 
 
 def sample_of(encoded: Encoded, completion: str) -> Sample:
@@ -256,13 +263,20 @@ class RewardRows(RowLosses, RowAnswers):
         prompt_E = torch.tensor([i for i in prompts for _ in range(count)])
         return Answers(rows, torch.tensor(answer_X, dtype=torch.int64), prompt_E, _values(scores))
 
-    @property
     def written_loss(self) -> float:
+        samples = [
+            sample_of(e, text) for texts, _ in self.written for e, text in zip(self._encoded, texts, strict=False)
+        ]
         every = [one for _, scores in self.written for one in scores]
+        if not every:
+            raise RequestError("the model has written no answers for this closure; give each step a new one.")
+        self._reward.check_some(samples, every)
         return -float(_values(every).nanmean())
 
     @property
     def are_alike(self) -> bool:
+        if not self.written:
+            return False
         scores_PN = torch.stack([_values(scores) for _, scores in self.written])
         lowest_N, highest_N = scores_PN.nan_to_num(math.inf).amin(0), scores_PN.nan_to_num(-math.inf).amax(0)
         return len(scores_PN) > 1 and not bool((highest_N > lowest_N).any())

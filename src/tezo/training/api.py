@@ -71,9 +71,9 @@ def train(
             and in its dtype; it is put into evaluation mode. `Run` says how it is afterwards.
         data: rows to train on: a file, the name of a hub data set, a list of dicts, a DataFrame of pandas, or a split
             of a `datasets` data set. None where the setting `task` names them.
-        method: name of a method, see `tezo.METHODS`, or "adam"; "auto": with a causal model es for a reward and
-            gauss-newton for labels or free text; else head-feedback. No other setting changes it; an option that it
-            does not have is refused.
+        method: name of a method, see `tezo.METHODS`, or "adam"; "auto": with a causal model policy-gradient for a
+            reward and gauss-newton for labels or free text; else head-feedback. No other setting changes it; an option
+            that it does not have is refused.
         reward: what is maximised in place of the likelihood of answers: a function (prompt, completion, fields of the
             row) -> score, a list of functions, whose scores are added, or FILE.py:FUNCTION. The model writes the
             completions; rows need only prompts.

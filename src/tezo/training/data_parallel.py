@@ -97,7 +97,7 @@ def check_shareable(job: Job, processes: ProcessGroup) -> None:
     if processes.size == 1:
         return
     train = job.config.train
-    if job.optimizer.by_gradients:
+    if job.optimizer.by_gradients or method(job.config.method.name).takes_answers:
         raise RequestError(
             f"method.name is {job.config.method.name}, which runs in one process; start it without torchrun."
         )

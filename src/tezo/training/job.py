@@ -16,7 +16,7 @@ from tezo.directions.targets import ALL, ALL_LINEAR, find_targets, never_called
 from tezo.forward.engine import Engine
 from tezo.forward.interception import DirectReads
 from tezo.forward.perturbed_parameter import is_changed_beside, settle
-from tezo.methods import BASELINES, ES, HEAD_FEEDBACK, METHODS, POLICY_GRADIENT, method
+from tezo.methods import AUTO, BASELINES, ES, HEAD_FEEDBACK, METHODS, POLICY_GRADIENT, method
 from tezo.models.kinds import ADDRESS, IN_MEMORY, engine_kind, is_unused
 from tezo.models.loading import SETTLED, LoadedModel, check_head_not_tied
 from tezo.models.local_names import working_folder
@@ -350,7 +350,7 @@ def prepare(
         RequestError: something does not fit.
     """
     reward = make_reward(config, score)
-    engine = config.model.engine
+    engine, asked = config.model.engine, config.method.name
     if engine != engines.TORCH and config.method.options.get("directions") == PER_EXAMPLE:
         raise RequestError(f"method.directions is per-example, which {engine} does not compute; set shared, or auto.")
     splits = rows if rows is not None else read_splits(config.data)
@@ -375,6 +375,12 @@ def prepare(
         )
     config = choices.config
     _check_objective(config, learns_labels=bool(used.format.options))
+    if (
+        method(config.method.name).takes_answers
+        and asked != AUTO
+        and (why := _why_no_answers(loaded, used)) is not None
+    ):
+        raise RequestError(f"method.name is {config.method.name}, and {why}; use --method {ES}.")
     untrained = _untrained(loaded, used.objective, used.train)
     passes = basis_passes(loaded, used.objective, used.train, config.train.seed)
     is_few = _learns_few(config, used)
@@ -479,8 +485,7 @@ def _why_no_answers(loaded: LoadedModel, used: "_EncodedRows") -> str | None:
     if not read:
         return f"{POLICY_GRADIENT} is tried on prompts, and these are of one token"
     with current().phase(CHECKING):
-        why = why_not(loaded.model, shown.closure(loaded.model, shown.batches(read)), len(read))
-    return None if why is None else f"{POLICY_GRADIENT} computes the last blocks of the model anew, and {why}"
+        return why_not(loaded.model, shown.closure(loaded.model, shown.batches(read)), len(read))
 
 
 def _check_objective(config: Config, *, learns_labels: bool) -> None:
@@ -489,6 +494,10 @@ def _check_objective(config: Config, *, learns_labels: bool) -> None:
         raise RequestError(
             f"method.name is {name}, which needs labels that all rows share, and these rows have none; leave --method "
             f"{name} out, or name another method, such as --method {HEAD_FEEDBACK}."
+        )
+    if chosen.takes_answers and config.model.peft != "none":
+        raise RequestError(
+            f"model.peft is {config.model.peft}, and {name} changes layers of the model itself; leave one of them out."
         )
     if chosen.takes_answers and objective != REWARD:
         raise RequestError(
