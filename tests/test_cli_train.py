@@ -260,7 +260,7 @@ def test_methods_and_doctor_answer_people_and_programs(home):
     listed = json.loads(tezo("methods", "--json").out)
     assert {m["name"] for m in listed if not m["in_paper"]} == {
         "mezo-norm", "tezo-cadam", "head-feedback", "gauss-newton", "mezo-sign", "mezo-conservative", "sparse-mezo",
-        "fzoo", "grzo", "forward-gradient", "es", "probe",
+        "fzoo", "grzo", "forward-gradient", "es", "probe", "policy-gradient",
     }  # fmt: skip
     shown = tezo("methods").out
     assert all(m["name"] in shown for m in listed)

@@ -9,14 +9,15 @@ from tiny import Regression
 from trainers import trainer
 
 import tezo
-from tezo.methods import AUTO, BASELINES, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS
+from tezo.methods import AUTO, BASELINES, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS, POLICY_GRADIENT
 from tezo.optim.settings import DEFAULT, GIVEN, RESOLVED
 from tezo.runs.step_log import read_log
 from tezo.training.job import prepare
 from tezo.training.rows_of_steps import RunRows, default_counts
 from tezo.training.settings import Config, parse_config
 
-PUBLISHED = [name for name in METHODS if name not in (ES, HEAD_FEEDBACK, GAUSS_NEWTON, "probe", "tezo-cadam")]
+OURS = (ES, HEAD_FEEDBACK, GAUSS_NEWTON, POLICY_GRADIENT, "probe", "tezo-cadam")
+PUBLISHED = [name for name in METHODS if name not in OURS]
 CHOSEN = ("lr", "rho", "directions")
 
 
@@ -112,7 +113,7 @@ def test_what_is_given_is_given_and_the_number_that_a_run_uses(home):
 def test_a_method_that_needs_more_than_forward_passes_says_so():
     for known in (*METHODS.values(), *BASELINES.values()):
         more = known.needs != "forward passes"
-        assert more == (known.name in (HEAD_FEEDBACK, GAUSS_NEWTON, *BASELINES)), known.name
+        assert more == (known.name in (HEAD_FEEDBACK, GAUSS_NEWTON, POLICY_GRADIENT, *BASELINES)), known.name
     assert "output head" in METHODS[GAUSS_NEWTON].needs
     summary = METHODS[HEAD_FEEDBACK].summary
     assert "head" in HEAD_FEEDBACK and "gradient" in summary and "gradient" in METHODS[HEAD_FEEDBACK].needs

@@ -336,11 +336,14 @@ def test_scores_that_are_missing_are_said_once_and_are_no_zeros(home, tmp_path):
     assert "scores are missing, and left out of the means: " in done.err, done.err
 
 
-def test_a_reward_has_a_population_by_default(home, tmp_path):
-    request = {"model": {"name": str(home / "llama")}, "data": {"train": str(home / "train.jsonl")}}
+@pytest.mark.parametrize(("model", "expected"), [("llama", ("policy-gradient", 7)), ("opt", ("es", 30))])
+def test_a_reward_has_a_policy_gradient_by_default_and_else_a_population(home, tmp_path, model, expected):
+    model_folder(tmp_path, model)
+    request = {"model": {"name": str(tmp_path / model)}, "data": {"train": str(home / "train.jsonl")}}
     request["train"] = {"reward": f"{home / 'score.py'}:words", "max_new_tokens": 2}
     from tezo.training.job import prepare
 
     job = prepare(parse_config(request))
-    assert (job.config.method.name, job.config.train.steps, job.config.train.guard) == ("es", 30, True)
+    assert (job.config.method.name, job.config.train.steps, job.config.train.guard) == (*expected, True)
+    assert any("method.name is es, because" in notice for notice in job.notices) == (model == "opt")
     job.optimizer.close()

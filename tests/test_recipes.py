@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from folders import label_rows, model_folder, tezo, write_rows
+from folders import label_rows, model_folder, tezo, tiny_model, write_rows
 from torch import nn
 
 from tezo.methods import METHODS, method
@@ -28,7 +28,8 @@ def test_there_is_one_recipe_for_each_method():
 def test_a_recipe_names_the_method_of_its_file_and_builds_it(path):
     config = read_config(path, [])
     assert config.method.name == path.stem
-    optimizer = method(config.method.name).build(wide_model(), **config.method.options)
+    model = tiny_model("llama", 64) if method(config.method.name).takes_answers else wide_model()
+    optimizer = method(config.method.name).build(model, **config.method.options)
     assert optimizer.param_groups[0]["lr"] == config.method.options["lr"]
     assert optimizer.rho == {"gauss-newton": 0.1, "es": 1e-2}.get(path.stem, 1e-3)
 
