@@ -29,6 +29,8 @@ from tezo.forward.engine import NOTHING, EngineLostError
 from tezo.models.kinds import ModelConfig
 from tezo.models.lora import Adapter, attach_adapter, save_adapter
 from tezo.system.errors import RequestError
+from tezo.tasks.rewards import RewardRows
+from tezo.training.job import prepare
 from tezo.training.listeners import Listener
 from tezo.training.loop import train as run_config
 from tezo.training.resume import check_unchanged
@@ -229,6 +231,36 @@ def test_a_population_on_a_server_writes_what_torch_writes_and_samples_alike_for
     assert len(greedy[0]) == 2 * 6 * 3 and greedy[0] == greedy[1]
     sampled = [scored_on(address, home, tmp_path, f"sampled-{i}", temperature=1.0) for i in range(2)]
     assert sampled[0] == sampled[1] != greedy[0]
+
+
+def check_learnt(home, tmp_path, engine):
+    """Answers to a prompt are drawn apart, again the same by the same step, and a run learns from them by default."""
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in completion_rows(12)])
+    (tmp_path / "score.py").write_text(SCORER)
+    train = {"reward": f"{tmp_path / 'score.py'}:words", "steps": 1, "batch_size": 8, "max_new_tokens": 5}
+    request = {"model": {"name": str(home / "tiny"), "engine": engine}, "data": {"train": str(prompts), "num_dev": 4}}
+    made = parse_config(request | {"train": train})
+    job, texts = prepare(made, measuring=False), []
+    for _ in range(2):
+        closure = RewardRows(job.reward, job.model, job.objective, job.train[:4], 0)
+        closure.write(range(4), 4)
+        texts.append([own for own, _ in closure.written])
+    assert texts[0] == texts[1]
+    assert all(len({of_turn[i] for of_turn in texts[0]}) > 1 for i in range(4)), texts[0]
+    job.optimizer.close()
+    summary = run_config(made, tmp_path / "run")
+    assert summary["method"] == "policy-gradient" and summary["idle_steps"] == 0
+
+
+def test_answers_to_a_prompt_are_drawn_apart_where_a_seed_is_of_a_request(home, tmp_path):
+    with vllm_server(home / "tiny") as standin:
+        check_learnt(home, tmp_path, standin.url)
+
+
+@real
+@pytest.mark.slow
+def test_a_policy_gradient_learns_from_what_a_real_server_writes(home, address, tmp_path):
+    check_learnt(home, tmp_path, address)
 
 
 class Restart(Listener):

@@ -209,7 +209,13 @@ def failure(status: int, message: str) -> Reply:
 def vllm_home(root: Path) -> Path:
     """`root` with a tiny model that answers differ of, and rows."""
     tokenizer = bpe_tokenizer(chat=True)
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
     model = tiny_llama(64 * -(-len(tokenizer) // 64), max_position_embeddings=256, **sizes)
     saved(model, tokenizer, root / NAME)
     for name, count in (("labels", 24), ("few", 6)):

@@ -43,6 +43,7 @@ NO_ANSWERS = (
     "tezo.train(..., reward=...), or choose another method."
 )
 COMPUTES_ANEW = "policy-gradient computes the last blocks of the model anew"
+NO_BLOCKS = "its linear layers are not those of a decoder's blocks"
 FEW_PLACES = 8
 """Tokens of all answers of a first batch of which fewer may be too few to compute blocks by."""
 
@@ -57,18 +58,23 @@ def writers(model: nn.Module, asked: Sequence[str]) -> list[Target]:
     Raises:
         RequestError: there are none.
     """
-    every, wanted = select_targets(model, (ALL_LINEAR,)), {target.name for target in select_targets(model, asked)}
-    found = learning_blocks(last_blocks(every, output_size(every[-1]))) if every else []
-    if not found:
-        raise _not_rebuilt("its linear layers are not those of a decoder's blocks")
-    names = {each.name for block in found for each in (block.attention, block.mlp)}
-    kept = [target for target in every if target.name in names & wanted]
+    every, wanted = _writers(model), {target.name for target in select_targets(model, asked)}
+    if not every:
+        raise _not_rebuilt(NO_BLOCKS)
+    kept = [target for target in every if target.name in wanted]
     if not kept:
         raise RequestError(
             f"method.targets is {[*asked]}, and policy-gradient changes layers of the last blocks that write to the "
-            f"residual stream, such as {max(names)}; tune those too, or leave it out."
+            f"residual stream, such as {every[-1].name}; tune those too, or leave it out."
         )
     return kept
+
+
+def _writers(model: nn.Module) -> list[Target]:
+    every = select_targets(model, (ALL_LINEAR,))
+    found = learning_blocks(last_blocks(every, output_size(every[-1]))) if every else []
+    names = {each.name for block in found for each in (block.attention, block.mlp)}
+    return [target for target in every if target.name in names]
 
 
 class AnswerBasis(DataBasis[Look]):
@@ -125,9 +131,9 @@ def _learner(model: nn.Module, ranks: Mapping[str, int], rows: RowOutputs, step:
     """
     every = select_targets(model, (ALL_LINEAR,))
     budget = max(LEAST_BLOCK_BYTES, sum(each.parameter.nbytes for each in every))
-    blocks = blocks_to_sweep(every, every[-1], rows, budget)
+    blocks = blocks_to_sweep(every, every[-1], rows, budget) if every else []
     if not blocks:
-        raise NotRebuiltError("its linear layers are not those of a decoder's blocks")
+        raise NotRebuiltError(NO_BLOCKS)
     return Sweep(model, every[-1], blocks, ranks, step, lambda _: RATE)
 
 
@@ -141,7 +147,7 @@ def why_not(model: nn.Module, rows: RowOutputs, count: int) -> str | None:
         count: of these rows.
     """
     try:
-        learner = _learner(model, {each.name: 1 for each in writers(model, (ALL_LINEAR,))}, rows, 0)
+        learner = _learner(model, {each.name: 1 for each in _writers(model)}, rows, 0)
         learner.learn(rows, torch.zeros(count))
     except NotRebuiltError as error:
         return f"{COMPUTES_ANEW}, and {error}"
