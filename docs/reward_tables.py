@@ -85,6 +85,20 @@ def reward_tasks() -> str:
     return grid(heads, rows) + f"\n{found['model']}. {'. '.join(settings)}. {command}; {'; '.join(ran)}.\n"
 
 
+def agent() -> str:
+    """Questions that the agent with a calculator solves before and after."""
+    found = read("agent")
+    rows, ran = [], {}
+    for name, run in found["runs"].items():
+        _, engine, _ = name.split(", ")
+        solved = f"{100 * found['untuned'][engine]:.1f} to {100 * run['solved_after']:.1f} %"
+        reward = " to ".join(f"{run[when]['reward']:.3f}" for when in ("before", "after"))
+        rows.append([name, f"{run['rollouts']:,}", solved, reward, f"{run['kept_step']} of {run['steps']}"])
+        ran[machine(run)] = None
+    heads = ["", "calls of the program", "test questions solved", "reward", "step kept"]
+    return grid(heads, rows) + f"\n{found['model']}, nothing set. `{found['command']}`; {'; '.join(ran)}.\n"
+
+
 def reward_speed() -> str:
     """Tokens a second in the steps of a reward run, and in plain writing by the same engine."""
     found = read("reward_speed")

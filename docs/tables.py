@@ -11,7 +11,7 @@ from engine_tables import ENGINE_TABLES
 from first_run_tables import FIRST_RUN_TABLES
 from gpu_tables import GPU_TABLES
 from practice_tables import PRACTICE_TABLES
-from reward_tables import reward, reward_samples, reward_speed, reward_tasks
+from reward_tables import agent, reward, reward_samples, reward_speed, reward_tasks
 from served_tables import SERVED_TABLES
 from study_tables import study, study_accuracy, study_decoder, study_ranked, study_removed, study_short
 from when_tables import WHEN_TABLES
@@ -254,6 +254,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(reproduced, name) for name in COSTS},
     "agreement": agreement,
     "reward": reward,
+    "agent": agent,
     "reward-samples": reward_samples,
     "reward-tasks": reward_tasks,
     "reward-speed": reward_speed,
