@@ -59,7 +59,7 @@ def measured(engine: str, method: str, seed: int) -> dict[str, Any]:
 
 
 def untuned(engine: str) -> float:
-    """The same share of the untuned model."""
+    """The same share of the untuned model, as a run that does not move it has it before its step."""
     with tempfile.TemporaryDirectory() as folder:
         run = tezo.train(
             MODEL, str(EXAMPLE / "train.jsonl"), test=str(EXAMPLE / "test.jsonl"), dev=str(EXAMPLE / "dev.jsonl"),
@@ -90,8 +90,7 @@ def main() -> None:
         if called in done["runs"]:
             continue
         done |= {"model": MODEL, "command": "python benchmarks/agent.py"}
-        done["untuned"].setdefault(engine, None)
-        if done["untuned"][engine] is None:
+        if engine not in done["untuned"]:
             done["untuned"][engine] = untuned(engine)
         done["runs"][called] = measured(engine, method, seed)
         path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")

@@ -29,9 +29,6 @@ def short_words(prompt, completion, row):
     words = completion.split()
     return sum(len(word) <= row["most"] for word in words) / max(1, len(words))
 
-def asks(row):
-    return 1.0
-
 def some(prompt, completion, row):
     return None if len(completion) % 3 == 0 else float(len(completion))
 """
@@ -289,6 +286,20 @@ def test_a_model_whose_last_blocks_cannot_be_computed_anew_is_refused(home, tmp_
     with pytest.raises(library.RequestError, match=r"policy-gradient computes the last blocks .*--method es"):
         train(made, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_too_few_tokens_to_compute_blocks_by_are_said(home, tmp_path):
+    with pytest.raises(library.RequestError, match=r"the first 1 prompts have too few; raise train\.batch_size"):
+        train(config(home, steps=1, batch_size=1, max_new_tokens=1), tmp_path / "run")
+
+
+def test_a_run_without_a_gain_has_advice_that_the_method_takes(home):
+    run = library.train(str(home / "llama"), str(home / "train.jsonl"), dev=str(home / "dev.jsonl"), steps=1, lr=0.0,
+                        reward=lambda _, text, __: float(len(text)), method="policy-gradient", max_new_tokens=3,
+                        progress=False)  # fmt: skip
+    assert "Try more steps than 1, or give partial credit" in run.summary["verdict"]
+    assert "rho" not in run.summary["verdict"]
+    run.close()
 
 
 def test_a_closure_that_writes_nothing_is_refused(home):

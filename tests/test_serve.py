@@ -501,6 +501,14 @@ def test_members_are_adapters_of_the_vllm_server_which_the_program_asks_itself(o
     assert not standin.adapters
 
 
+def test_answers_to_a_program_that_asks_a_server_are_not_seen_and_so_not_learnt_from(on_vllm, tmp_path):
+    home, standin = on_vllm
+    made = learning(home, standin.url)
+    with pytest.raises(RequestError, match=r"does not see the answers; choose another method, such as --method es"):
+        train(made, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_members_that_a_restart_has_taken_are_scored_again(on_vllm, tmp_path, monkeypatch):
     _, standin = on_vllm
     train(of_vllm(on_vllm), tmp_path / "whole")
@@ -542,7 +550,7 @@ def test_a_server_that_ignores_adapters_is_told_from_members_that_are_alike(on_v
 
 
 def learning(home, engine="torch", scorer="program", **more):
-    made = config(home, scorer, engine, **more)
+    made = config(home, scorer, engine, "tiny" if "://" in engine else None, **more)
     return replace(made, method=MethodConfig(name="policy-gradient", options={"rank": 4}))
 
 

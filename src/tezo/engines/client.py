@@ -3,6 +3,7 @@
 An answer that is not one to what was asked is asked for once more, and refused then.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -110,20 +111,24 @@ class Client:
     ) -> list[list[int]]:
         """Returns the tokens that continue each prompt, see `continuations_of`.
 
-        A seed is one for all prompts of a request, and equal prompts would have equal answers: each of these has a
-        request of its own.
+        A request has one seed for all of its prompts, under which equal prompts have equal answers. So of sampled
+        answers no request has a prompt twice.
         """
-        turns = [tuple(prompt) for prompt in prompts]
-        turn_of = [turns[:i].count(prompt) for i, prompt in enumerate(turns)] if wanted.seeds else [0] * len(turns)
+        if not wanted.seeds:
+            return self._continued(model, prompts, wanted, vocabulary)
+        requests, times = list[list[int]](), Counter[tuple[int, ...]]()
+        for place, prompt in enumerate(prompts):
+            turn = times[tuple(prompt)]
+            times[tuple(prompt)] += 1
+            if turn == len(requests):
+                requests.append([])
+            requests[turn].append(place)
         found: list[list[int]] = [[]] * len(prompts)
-        for turn in sorted(set(turn_of)):
-            places = [i for i, of in enumerate(turn_of) if of == turn]
-            seeds = [wanted.seeds[i] for i in places] if wanted.seeds else ()
-            asked = [prompts[i] for i in places]
-            for i, tokens in zip(
-                places, self._continued(model, asked, replace(wanted, seeds=seeds), vocabulary), strict=True
-            ):
-                found[i] = tokens
+        for places in requests:
+            own = replace(wanted, seeds=[wanted.seeds[place] for place in places])
+            answers = self._continued(model, [prompts[place] for place in places], own, vocabulary)
+            for place, tokens in zip(places, answers, strict=True):
+                found[place] = tokens
         return found
 
     def _continued(

@@ -7,6 +7,7 @@ Vectors are added to a text by an adapter of its own.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -108,12 +109,8 @@ class Looks:
             yield slice(start, min(start + most, count))
 
     def _part(self, layer: SeenLayer, part: slice, texts: Sequence[Text]) -> list[Tensor]:
-        """Returns B^T h' of each text, for this part of the columns of B, whose adapter it is under."""
-
-        def along(states_TND: Tensor) -> Tensor:
-            return layer.along(states_TND, part)
-
-        return self._asked(self._with(layer, *layer.adapter(part)), texts, along)
+        """Returns `SeenLayer.along` of each text, for this part of the columns of B, whose adapter it is under."""
+        return self._asked(self._with(layer, *layer.adapter(part)), texts, partial(layer.along, part=part))
 
     def _asked(self, change: Change, texts: Sequence[Text], keep: Callable[[Tensor], T]) -> list[T]:
         self._computed += len(texts)

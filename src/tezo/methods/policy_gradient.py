@@ -36,10 +36,10 @@ def policy_gradient(
     member writes (docs/rewards.md compares them).
 
     It needs the weights of the last blocks, and a decoder with norms by the root mean square (Llama, Mistral, Qwen,
-    SmolLM, the first Gemma), in torch or llama.cpp. Other models have `es`. Of `targets` the layers that write to the
-    stream are taken. `lr` is the part of what a step has learnt that is taken; a run lowers it to zero, so that later
-    steps are means over more answers. `rank` is that of each step, and `frozen_rank` of the sum of all before it, so
-    that the result is an exact LoRA adapter.
+    SmolLM, the first Gemma), in torch or llama.cpp, or on a server whose weights torch reads. Other models have `es`.
+    Of `targets` the layers that write to the stream are taken. `lr` is the part of what a step has learnt that is
+    taken; a run lowers it to zero, so that later steps are means over more answers. `rank` is that of each step, and
+    `frozen_rank` of the sum of all before it, so that the result is an exact LoRA adapter.
 
     The estimate is REINFORCE (Williams 1992) with the mean of the answers to a prompt as the baseline, as in GRPO (Shao
     et al. 2024, arXiv 2402.03300), and nearly as in RLOO (Ahmadian et al. 2024, arXiv 2402.14740). The last blocks from

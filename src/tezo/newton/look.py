@@ -270,16 +270,16 @@ class ErrorBasis(DataBasis[Look]):
         try:
             if blocks:
                 found, calls = sweep(source.model, target, blocks, of_batch, self._ranks, refresh_step)
-                return whole(found, self._targets, self._ranks, calls)
+                return look_along_one(found, self._targets, self._ranks, calls)
         except NotRebuiltError as error:
             logger.info("Free text changes the last layer alone: %s.", error)
         seen = [Seen.of(source.model, part, [name_of(target)]) for part in (rows, rows.held_out) if part is not None]
         pair, more = fit_text(source.model, target, seen, self._ranks[target.name])
         passes = more + sum(len(part.rows.places()) for part in seen)
-        return whole({target.name: pair}, self._targets, self._ranks, passes)
+        return look_along_one({target.name: pair}, self._targets, self._ranks, passes)
 
 
-def whole(found: Mapping[str, Pair], targets: Sequence[Target], ranks: Mapping[str, int], passes: int) -> Look:
+def look_along_one(found: Mapping[str, Pair], targets: Sequence[Target], ranks: Mapping[str, int], passes: int) -> Look:
     """Returns the look with these factors, and one direction: all of them.
 
     Args:

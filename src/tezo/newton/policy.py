@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tezo.directions.bases.basis import DataBasis, Source, StoredTensors, output_size
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.newton.last_blocks import WEIGHTS, NotRebuiltError, last_blocks
-from tezo.newton.look import LEAST_BLOCK_BYTES, Look, whole
+from tezo.newton.look import LEAST_BLOCK_BYTES, Look, look_along_one
 from tezo.newton.sweep import Sweep, blocks_to_sweep, learning_blocks
 from tezo.optim.closures import Answers, Closure, RowAnswers, RowOutputs
 from tezo.optim.estimators.estimate import POLICY_GRADIENT, Estimate, Probe, StepDraw, average
@@ -109,10 +109,10 @@ class AnswerBasis(DataBasis[Look]):
                 ) from None
             raise _not_rebuilt(str(error)) from None
         found, calls = ({}, 0) if learner is None else (learner.found, learner.calls)
-        return whole(found, self._targets, self._ranks, calls)
+        return look_along_one(found, self._targets, self._ranks, calls)
 
     def computes_again(self, source: Source) -> bool:
-        return source.answers is not None  # of a run that was killed before the step: its log has no answers of it
+        return source.answers is not None  # a run that was killed before the step has logged none of its answers
 
     def collecting_bytes(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> int:
         del ranks
@@ -138,7 +138,7 @@ def _learner(model: nn.Module, ranks: Mapping[str, int], rows: RowOutputs, step:
 
 
 @torch.no_grad()
-def why_not(model: nn.Module, rows: RowOutputs, count: int) -> str | None:
+def why_not_rebuilt(model: nn.Module, rows: RowOutputs, count: int) -> str | None:
     """Returns why the last blocks of a model cannot learn from answers, as a clause; None: they can.
 
     Args:

@@ -1,5 +1,6 @@
 """Completions of prompts, greedy or sampled."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -18,7 +19,6 @@ from tezo.tasks.objectives.objective import Encoded, Objective
 
 LEARNT = 1.0
 """Temperature of answers that are learnt from: they are drawn by the probabilities whose gradient is taken."""
-
 
 Turn = tuple[Sequence[int], Sequence[int]]
 """(the tokens of a prompt, those that a model wrote to it)."""
@@ -167,7 +167,7 @@ def to_the_line(objective: CausalObjective, encoded: Encoded, tokens: Sequence[i
     def has_break(count: int) -> bool:
         return "\n" in text_after(objective.tokenizer, encoded.prompt, tokens[:count], special=False)
 
-    return list(tokens[: next((count for count in range(1, len(tokens)) if has_break(count)), len(tokens))])
+    return list(tokens[: 1 + bisect_left(range(1, len(tokens)), True, key=has_break)])
 
 
 def texts_of(objective: Objective, encoded: Sequence[Encoded], continued: Sequence[Sequence[int]]) -> list[str]:

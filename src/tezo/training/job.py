@@ -21,7 +21,7 @@ from tezo.models.kinds import ADDRESS, IN_MEMORY, engine_kind, is_unused
 from tezo.models.loading import SETTLED, LoadedModel, check_head_not_tied
 from tezo.models.local_names import working_folder
 from tezo.models.peft import add_adapter
-from tezo.newton.policy import AnswerBasis, why_not
+from tezo.newton.policy import AnswerBasis, why_not_rebuilt
 from tezo.newton.text import fits_text
 from tezo.optim.base_optimizer import BaseOptimizer
 from tezo.optim.optimizer import PER_EXAMPLE, ZerothOrderOptimizer
@@ -485,7 +485,7 @@ def _why_no_answers(loaded: LoadedModel, used: "_EncodedRows") -> str | None:
     if not read:
         return f"{POLICY_GRADIENT} is tried on prompts, and these are of one token"
     with current().phase(CHECKING):
-        return why_not(loaded.model, shown.closure(loaded.model, shown.batches(read)), len(read))
+        return why_not_rebuilt(loaded.model, shown.closure(loaded.model, shown.batches(read)), len(read))
 
 
 def _check_objective(config: Config, *, learns_labels: bool) -> None:

@@ -55,7 +55,7 @@ from tezo.training.resume import (
 from tezo.training.rows_of_steps import interval, lr_factor
 from tezo.training.settings import LOSS, Config, dump_config, read_config, with_absolute_paths
 from tezo.training.stopping import CONTINUE, BestState, Decision, Stop, decide_after_failure
-from tezo.training.summary import WAYS_FROM_ALIKE, Outcome, prompt_text, row_counts, summarize
+from tezo.training.summary import Outcome, prompt_text, row_counts, summarize, ways_from_alike
 
 
 def train(
@@ -446,7 +446,7 @@ class Loop:
         if rows.are_alike and ALIKE not in self._said:
             self._said.add(ALIKE)
             nothing = "all answers to each prompt scored alike, so that there is nothing to learn from"
-            self._warn(f"step {step}: {nothing}; {WAYS_FROM_ALIKE}.")
+            self._warn(f"step {step}: {nothing}; {ways_from_alike(self.job.config.method.name)}.")
 
     def _closure(self, step: int, indices: Sequence[int]) -> Closure:
         """What a step minimises on these rows."""

@@ -34,10 +34,11 @@ LEAST_GAIN = 1e-3
 """Relative decrease of the loss (increase of the reward) below which a run is called hardly better."""
 NOT_TAKEN = "No step was taken: none was expected to lower the loss of rows that it is not fitted to."
 FEW_ROWS = 100
+PARTIAL_CREDIT = "give partial credit, or more prompts (train.batch_size)"
 WAYS_FROM_ALIKE = (
     "give partial credit, more prompts (train.batch_size), train.temperature above 0, or a larger method.rho"
 )
-"""What may help where all models have the same scores."""
+"""What may help where all answers have the same scores: the first where they are sampled in any case."""
 UNTUNED = {BIAS: "with a bias fitted to each label", PROBE: "under a linear probe"}
 """What a run is compared with, in words."""
 
@@ -109,15 +110,25 @@ def _ended(summary: Mapping[str, Any], planned_steps: int) -> str:
     return f"It ended after {summary['steps']} of {planned_steps} steps: {ENDED[summary['stopped']]}."
 
 
+def ways_from_alike(name: str) -> str:
+    """Returns what may help where all answers of a run of this method have the same scores."""
+    return PARTIAL_CREDIT if method(name).takes_answers else WAYS_FROM_ALIKE
+
+
 def _after_no_gain(summary: Mapping[str, Any], lr: float, *, rewarded: bool) -> str:
     lowest = lr * summary["rollbacks"][-1]["lr_scale"] if summary["rollbacks"] else lr
     if lowest < lr:
         lowered = f"The learning rate was lowered from {lr:.1e} to {lowest:.1e}"
         return f"{lowered}, still too high: try --lr {lowest / 3:.1e}."
+    name = summary["method"]
     if rewarded and 2 * summary["idle_steps"] > summary["steps"]:
-        return f"In {summary['idle_steps']} of {summary['steps']} steps all answers scored alike: {WAYS_FROM_ALIKE}."
+        return (
+            f"In {summary['idle_steps']} of {summary['steps']} steps all answers scored alike: {ways_from_alike(name)}."
+        )
     count = summary["rows"]["train"]
-    if method(summary["method"]).takes_outputs:  # it has no rate
+    if method(name).takes_answers:  # nor rho, nor a rate
+        return f"Try more steps than {summary['steps']}, or {PARTIAL_CREDIT}."
+    if method(name).takes_outputs:  # it has no rate
         not_taken = f"{NOT_TAKEN} " if summary["idle_steps"] == summary["steps"] else ""
         return f"{not_taken}Give more rows than {count}, or try method.name={HEAD_FEEDBACK}."
     few = f" {count} training rows may be too few, too." if count < FEW_ROWS else ""

@@ -246,7 +246,7 @@ class DataBasis(Basis, Generic[F]):
         """Returns the factors that were stored as these tensors."""
 
     def computes_again(self, source: Source) -> bool:
-        """Returns whether factors are computed for a step even where the store has them: the step needs more of it."""
+        """Returns whether factors of the store are computed again, since a step needs what computing them shows."""
         del source
         return False
 
