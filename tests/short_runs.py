@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
+from folders import completion_rows, model_folder, write_rows
 from safetensors.torch import load_file
 
 from tezo.methods import METHODS
@@ -22,6 +23,8 @@ STEPS = 9
 
 
 def config(home: Path, method: str = "tezo-cadam", *, model: str = "opt", **train_settings: Any) -> Config:
+    if method in METHODS and METHODS[method].takes_answers:
+        return config_of_answers(home, method, **train_settings)
     options = dict(CASES[method].options) if method in CASES else {}
     defaults = METHODS[method].defaults() if method in METHODS else {}
     if method in METHODS and METHODS[method].takes_outputs:  # of so few rows it learns nothing, and would end early
@@ -34,6 +37,35 @@ def config(home: Path, method: str = "tezo-cadam", *, model: str = "opt", **trai
             "method": {"name": method, "lr": 3e-3, **options},
             "train": {"steps": STEPS, "batch_size": 4, "eval_every": 2, "log_every": 2, "schedule": "linear",
                       "checkpoint_every": 3, "feedback_first": 0, "feedback_last": 0} | train_settings,
+        }
+    )  # fmt: skip
+
+
+SCORER = """
+def vowels(prompt, completion, row):
+    return sum(letter in "aeiou" for letter in completion)
+"""
+
+
+def config_of_answers(home: Path, method: str, **train_settings: Any) -> Config:
+    """A short run that learns a reward, on prompts and a decoder of its own."""
+    own = home / "answers"
+    if not own.exists():
+        own.mkdir()
+        model_folder(own, "llama")
+        for seed, name in enumerate(("train", "dev", "test")):
+            rows = [{"prompt": row["prompt"]} for row in completion_rows(10, seed)]
+            write_rows(own / f"{name}.jsonl", rows)
+        (own / "score.py").write_text(SCORER)
+    # the greedy answers stay as they are, so that the best step would be the first
+    return parse_config(
+        {
+            "model": {"name": str(own / "llama"), "device": "cpu"},
+            "data": {name: str(own / f"{name}.jsonl") for name in ("train", "dev", "test")},
+            "method": {"name": method, "rank": 4},
+            "train": {"steps": STEPS, "batch_size": 4, "eval_every": 2, "log_every": 2, "checkpoint_every": 3,
+                      "reward": f"{own / 'score.py'}:vowels", "max_new_tokens": 5,
+                      "keep_best": False} | train_settings,
         }
     )  # fmt: skip
 
