@@ -363,7 +363,7 @@ def inside(home, monkeypatch):
 
 
 def train(*more, output, model="opt", data="rows.jsonl", dev="dev.jsonl"):
-    flags = ("--lr", 0.05, "--steps", 4, "--set", "train.batch_size=4", "--set", f"data.dev={dev}")
+    flags = ("--lr", 0.05, "--steps", 4, "--set", "train.batch_size=4", "--dev", dev)
     return command_line("train", "--model", model, "--data", data, *flags, "--output", output, *more)
 
 

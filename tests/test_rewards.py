@@ -350,7 +350,7 @@ def test_a_scorer_that_changes_the_working_folder_moves_nothing(home, tmp_path, 
     at_home("train", *given, *few, "--output", "run")
     (home / "run/manifest.json").unlink()
     at_home("train", *given, *few, "--output", "run", "--resume")
-    whole = ("--model", home / "opt", "--data", home / "train.jsonl", "--set", f"data.dev={home / 'dev.jsonl'}")
+    whole = ("--model", home / "opt", "--data", home / "train.jsonl", "--dev", home / "dev.jsonl")
     at_home("train", *whole, *few, "--output", tmp_path / "run", "--reward", f"{home / 'score.py'}:short_words")
     assert same(result(home / "run"), result(tmp_path / "run"))
     after = json.loads(at_home("eval", "run", "--reward", "wanders.py:short_words", "--json").out)

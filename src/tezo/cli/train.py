@@ -41,6 +41,9 @@ def train(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Task instead of --data; see `tezo tasks`.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the task's rows; default: the hub.")] = None,
+    dev: Annotated[
+        str | None, typer.Option(help="Rows that choose which state to keep; default: held out of the training rows.")
+    ] = None,
     test: Annotated[str | None, typer.Option(help="Rows for the metrics before and after training.")] = None,
     method: Annotated[
         str | None, typer.Option(help="Method; see `tezo methods`. Default: by the model and the rows.")
@@ -76,8 +79,8 @@ def train(
     if output is None and not dry:
         raise RequestError("output is not set; give --output FOLDER for the run.")
     named = {
-        "model.name": model, "data.train": data, "data.task": task, "data.dir": data_dir, "data.test": test,
-        "method.name": method, "method.lr": lr, "model.engine": engine, "model.quantization": quantization,
+        "model.name": model, "data.train": data, "data.task": task, "data.dir": data_dir, "data.dev": dev,
+        "data.test": test, "method.name": method, "method.lr": lr, "model.engine": engine, "model.quantization": quantization,
         "train.reward": reward, "train.serve": serve or None, "train.steps": steps, "train.seed": seed,
     }  # fmt: skip
     flags = [(key, value) for key, value in named.items() if value is not None]

@@ -42,8 +42,8 @@ class TrainConfig:
     """The section `train`: settings of the training loop."""
 
     steps: int | None = None
-    """Number of steps. Default: 20 epochs, at least 200 and at most 1000; 6 rounds of gauss-newton, of free text
-    3, and 30 steps of es."""
+    """Number of steps. Default: 20 epochs, at least 200 and at most 1000; gauss-newton has 6 rounds, 3 of free text
+    and 1 where labelled rows are few and none of them are dev rows; es 30 steps, policy-gradient 7."""
     epochs: float | None = None
     """Passes over the training rows, instead of steps."""
     feedback_first: int | None = None
@@ -81,7 +81,8 @@ class TrainConfig:
     """Keep the parameters with the lowest dev loss instead of the last ones."""
     guard: bool | None = None
     """Return to the best state when the loss has risen or stagnates, or feedback steps at the start raised it. Default:
-    true for head-feedback, gauss-newton and es; published methods never return."""
+    true for methods of this project, but for gauss-newton where rows are too few to hold some out; published methods
+    never return."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     checkpoint_every: int | None = None
