@@ -18,7 +18,7 @@ from tezo.newton import labels as regressions
 from tezo.newton import look as looking
 from tezo.newton.labels import PLACES_OF_A_DIRECTION, Layout, common, contrasts, regress
 from tezo.newton.look import ErrorBasis
-from tezo.newton.recording import AddedVectors, Tokens, _Adding
+from tezo.newton.recording import AddedVectors, Inputs, Tokens, _Adding
 from tezo.system.errors import RequestError
 from tezo.training.job import prepare
 from tezo.training.rows_of_steps import looked_and_stepped
@@ -282,6 +282,31 @@ def test_the_prediction_without_a_row_is_that_of_the_regression_of_the_others():
     assert torch.allclose(fitted, x @ found.along(turns), atol=1e-4)
     assert torch.allclose(fitted.square().mean(0), torch.ones(2, dtype=torch.float64), rtol=1e-4)
     assert torch.allclose(without * (x @ found.w_IE.double() @ turns).square().mean(0).sqrt(), found.unseen_PE @ turns)
+
+
+def test_what_varies_of_inputs_has_no_part_along_their_averages():
+    inputs = Inputs()
+    kinds = [noise(30, 12, seed=43 + kind) + 20 * noise(12, seed=45 + kind) for kind in range(2)]
+    for part in (slice(0, 11), slice(11, 30)):
+        inputs.add(*(kind[part] for kind in kinds), torch.arange(30)[part])
+    averages = torch.stack([kind.mean(0) for kind in kinds], 1)
+    along = torch.linalg.qr(averages).Q
+    for whole, found in zip(kinds, inputs.varying(), strict=True):
+        assert (found.double() @ along).abs().max() < 1e-2  # inputs are kept in half precision
+        assert torch.allclose(whole - whole @ along @ along.T, found.double(), atol=3e-2)
+    assert torch.allclose(inputs.average(), averages[:, 0], atol=1e-2)
+
+
+def test_what_foretells_rows_moves_no_class_as_a_whole():
+    x, coefficients = noise(200, 40, seed=90), noise(40, seed=91)
+    labels = (x @ coefficients > 0).long()
+    x = x + 4 * noise(40, seed=92)
+    model = Stream40()
+    optimizer = gauss_newton(model, rank=6, rho=0.02, targets=("all",))
+    optimizer.step(Scores(model, x, labels))
+    moved = x @ optimizer.basis.at(0).inputs["layer.weight"][:, :1]
+    assert moved.mean().abs() < 1e-2 * moved.square().mean().sqrt()
+    optimizer.close()
 
 
 def test_rows_without_a_signal_are_looked_at_and_a_layer_without_one_has_no_part():

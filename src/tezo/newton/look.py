@@ -10,16 +10,17 @@ other tokens there. Each layer has S of the nearest depth, and inputs are record
 and these layers from the one before, and record inputs alone, unless the labels need a bias still, which S was to give
 them.
 
-Regressions (`labels`) predict the errors of the outputs from the inputs of each layer. With B (C, R) the contrasts of
-classes that they predict best, W (I, C) the regression of a layer, and w its weight among all layers,
+Regressions (`labels`) predict the errors of the outputs from the inputs x of each layer, less their projection on the
+averages of these inputs. So V^T x = 0 on average: a direction moves rows apart, and no class as a whole. With B (C, R)
+the contrasts of classes that they predict best, W (I, C) the regression of a layer, and w its weight among all layers,
 
     U = S B,   V = w W B,   each column scaled so that V^T x has mean square w^2,   w ~ signal / |S|^2:
 
 along a column, all layers together add their prediction to the scores, with size 1, and change outputs more where this
-moves the scores further. The last layer also has constant
-inputs, V^T x about 1, by which labels get a bias. So columns mean the same in all layers, and directions along them are
-proposed. The change that a column predicts for each row of the step, by regressions with and without that row, is kept
-beside it: a direction promises more of these rows than it does for others.
+moves the scores further. The last layer also has constant inputs, V^T x about 1, by which labels get a bias. So columns
+mean the same in all layers, and directions along them are proposed. The change that a column predicts for each row of
+the step, by regressions with and without that row, is kept beside it: a direction promises more of these rows than it
+does for others.
 
 Free text has one direction: all that the last blocks have learnt in a `sweep` over batches, or, where they cannot be
 rebuilt or all rows are the same ones again, all that a regression of the last layer (`text`) has found.
@@ -332,7 +333,7 @@ def look_at_labels(
     outputs, error_TC = rows.outputs, errors(rows.outputs)
     classes, inputs = error_TC.shape[1], {name: rows.recorded.found[name] for name in vectors.layers}
     distinct = {id(each): each for each in inputs.values()}  # layers share inputs
-    regressions = {key: regress(each.parts(), error_TC[each.places()]) for key, each in distinct.items()}
+    regressions = {key: regress(each.varying(), error_TC[each.places()]) for key, each in distinct.items()}
     found = {name: regressions[id(each)] for name, each in inputs.items()}
     every = [part for parts in found.values() for part in parts]
     last, most = vectors.layers[-1], max(ranks.values())

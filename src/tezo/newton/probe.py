@@ -132,7 +132,7 @@ def probe_of(
     constants = {name: mean_I / mean_I.square().sum().clamp_min(1e-30) for name, mean_I in means.items()}
     parts, constant_P = [], torch.zeros(len(place_P), dtype=torch.float64)
     for name in layers:
-        x_PI = found[name].parts()[0].double() + found[name].means[0].double().cpu()
+        x_PI = found[name].kinds()[0]
         constant_P = x_PI @ constants[name]
         parts.append(x_PI - constant_P.unsqueeze(1) * means[name])
     sizes = [float(part.square().sum(1).mean().sqrt()) or 1.0 for part in parts]

@@ -64,13 +64,24 @@ class Inputs:
             kept.append((values - mean_I).clamp(-6e4, 6e4).half().cpu())
         self.place.append(place.cpu())
 
-    def parts(self) -> list[Tensor]:
-        """Returns the inputs at the place and the means, (P, I) each, as far as there are any."""
-        return [torch.cat(kept) for kept in (self.at, self.mean) if kept]
+    def kinds(self) -> list[Tensor]:
+        """Returns the inputs at the place and the means, (P, I) each in float64, as far as there are any."""
+        found = [torch.cat(kept).double() for kept in (self.at, self.mean) if kept]
+        return [part_PI + mean_I.double().cpu() for part_PI, mean_I in zip(found, self.means, strict=True)]
+
+    def varying(self) -> list[Tensor]:
+        """Returns the same, in float32, less their projection on the averages of both kinds.
+
+        A factor V that is a sum of such inputs has V^T x = 0 on average at either kind of tokens. So it moves the scores
+        of rows apart, and those of no class as a whole, which is for biases to do.
+        """
+        found = self.kinds()
+        basis_IK = torch.linalg.qr(torch.stack([part_PI.mean(0) for part_PI in found], 1)).Q
+        return [(part_PI - part_PI @ basis_IK @ basis_IK.T).float() for part_PI in found]
 
     def average(self) -> Tensor:
         """Returns the mean over all places of the inputs there, or else of their means, (I,) in float64."""
-        return self.parts()[0].double().mean(0) + self.means[0].double().cpu()
+        return self.kinds()[0].mean(0)
 
 
 class Tokens(Enum):
