@@ -80,8 +80,9 @@ def train(
         raise RequestError("output is not set; give --output FOLDER for the run.")
     named = {
         "model.name": model, "data.train": data, "data.task": task, "data.dir": data_dir, "data.dev": dev,
-        "data.test": test, "method.name": method, "method.lr": lr, "model.engine": engine, "model.quantization": quantization,
-        "train.reward": reward, "train.serve": serve or None, "train.steps": steps, "train.seed": seed,
+        "data.test": test, "method.name": method, "method.lr": lr, "model.engine": engine,
+        "model.quantization": quantization, "train.reward": reward, "train.serve": serve or None,
+        "train.steps": steps, "train.seed": seed,
     }  # fmt: skip
     flags = [(key, value) for key, value in named.items() if value is not None]
     with showing_work() as line:

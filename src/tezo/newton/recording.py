@@ -72,8 +72,8 @@ class Inputs:
     def varying(self) -> list[Tensor]:
         """Returns the same, in float32, less their projection on the averages of both kinds.
 
-        A factor V that is a sum of such inputs has V^T x = 0 on average at either kind of tokens. So it moves the scores
-        of rows apart, and those of no class as a whole, which is for biases to do.
+        A factor V that is a sum of such inputs has V^T x = 0 on average at either kind of tokens. So it moves the
+        scores of rows apart, and those of no class as a whole, which is for biases to do.
         """
         found = self.kinds()
         basis_IK = torch.linalg.qr(torch.stack([part_PI.mean(0) for part_PI in found], 1)).Q
