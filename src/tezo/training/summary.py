@@ -74,7 +74,7 @@ def verdict(summary: Mapping[str, Any], lr: float, planned_steps: int) -> str:
     chance, idle = summary["chance"], summary["stopped"] == IDLE
     advice = _ended(summary, planned_steps) if idle else _after_no_gain(summary, lr, rewarded=rewarded)
     if after < before and start != end and chance is not None and chance["p"] > LEVEL:
-        noise = f"within the noise of {chance['rows']} rows (p = {chance['p']:.2g} in a paired test)"
+        noise = f"within the noise of {chance['rows']} rows (p = {chance['p']:.2g} in a paired test, above {LEVEL:g})"
         return f"{NO_BETTER}: the {rows} {figure} was {start} and is {end}, {noise}. {advice}"
     if after < before - LEAST_GAIN * abs(before):
         gain = f"the {rows} {figure} {better} {start} to {end}"
