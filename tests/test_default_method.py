@@ -74,7 +74,7 @@ def test_rows_of_a_causal_model_and_nothing_set_that_depends_on_it(home, data, r
     assert (job.config.train.steps, job.config.train.guard) == (rounds, True)
 
 
-@pytest.mark.parametrize(("labels", "rank"), [(2, 16), (8, 16), (9, 17), (32, 63), (40, 64)])
+@pytest.mark.parametrize(("labels", "rank"), [(2, 16), (6, 16), (8, 21), (22, 63), (23, 45), (32, 63), (40, 64)])
 def test_many_labels_have_a_rank_with_a_column_for_each_contrast(home, tmp_path, labels, rank):
     rows = [{"text": f"a row of w{i % labels} and {i}", "label": f"w{i % labels}"} for i in range(4 * labels)]
     data = {"train": str(write_rows(tmp_path / "rows.jsonl", rows)), "allow_fewer": True}
@@ -84,6 +84,7 @@ def test_many_labels_have_a_rank_with_a_column_for_each_contrast(home, tmp_path,
     assert job.optimizer.settings["rank"].source == RESOLVED
     layout = Layout.of(labels, 2, rank, 1000)
     assert (layout.contrasts == labels - 1) == (labels < 40)
+    assert (layout.biases == labels - 1) == (labels <= 22)
     left = chosen(parse_config(config | {"method": {"rank": "auto"}}))
     assert (left.config.method.options["rank"], left.optimizer.settings["rank"].source) == (rank, RESOLVED)
     own = chosen(parse_config(config | {"method": {"name": "gauss-newton", "rank": 5}}))
