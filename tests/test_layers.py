@@ -142,7 +142,7 @@ def test_the_package_gives_every_public_name_when_it_is_first_asked_for():
         tezo.tezzo  # noqa: B018
 
 
-# A method that takes answers is of a decoder's blocks: these layers are refused.
+# A method that takes answers needs a decoder's blocks, and refuses these layers.
 FIRST = """
 import sys, torch, tezo
 from tezo.methods import BASELINES, METHODS

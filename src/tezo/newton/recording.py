@@ -70,7 +70,7 @@ class Inputs:
         return [part_PI + mean_I.double().cpu() for part_PI, mean_I in zip(found, self.means, strict=True)]
 
     def varying(self) -> list[Tensor]:
-        """Returns the same, in float32, less their projection on the averages of both kinds.
+        """Returns `kinds` in float32, less their projection on the averages of both.
 
         A factor V that is a sum of such inputs has V^T x = 0 on average at either kind of tokens. So it moves the
         scores of rows apart, and those of no class as a whole, which is for biases to do.
