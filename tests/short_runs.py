@@ -57,7 +57,7 @@ def config_of_answers(home: Path, method: str, **train_settings: Any) -> Config:
             rows = [{"prompt": row["prompt"]} for row in completion_rows(10, seed)]
             write_rows(own / f"{name}.jsonl", rows)
         (own / "score.py").write_text(SCORER)
-    # the greedy answers stay as they are, so that the best step would be the first
+    # so few steps leave the greedy answers as they are, and keep_best would keep step 0
     return parse_config(
         {
             "model": {"name": str(own / "llama"), "device": "cpu"},

@@ -128,11 +128,11 @@ def probe_of(
     """
     layers = [name for name in found if name in vectors.layers]
     place_P, last = found[layers[-1]].places(), layers[-1]
-    means = {name: found[name].average() for name in layers}
+    inputs = {name: found[name].kinds()[0] for name in layers}
+    means = {name: x_PI.mean(0) for name, x_PI in inputs.items()}
     constants = {name: mean_I / mean_I.square().sum().clamp_min(1e-30) for name, mean_I in means.items()}
     parts, constant_P = [], torch.zeros(len(place_P), dtype=torch.float64)
-    for name in layers:
-        x_PI = found[name].kinds()[0]
+    for name, x_PI in inputs.items():
         constant_P = x_PI @ constants[name]
         parts.append(x_PI - constant_P.unsqueeze(1) * means[name])
     sizes = [float(part.square().sum(1).mean().sqrt()) or 1.0 for part in parts]

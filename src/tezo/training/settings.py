@@ -81,8 +81,8 @@ class TrainConfig:
     """Keep the parameters with the lowest dev loss instead of the last ones."""
     guard: bool | None = None
     """Return to the best state when the loss has risen or stagnates, or feedback steps at the start raised it. Default:
-    true for methods of this project, but for gauss-newton where rows are too few to hold some out; published methods
-    never return."""
+    true for head-feedback, es, policy-gradient, and, unless rows are too few to hold some out, gauss-newton and probe;
+    published methods never return."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     checkpoint_every: int | None = None

@@ -38,7 +38,7 @@ PARTIAL_CREDIT = "give partial credit, or more prompts (train.batch_size)"
 WAYS_FROM_ALIKE = (
     "give partial credit, more prompts (train.batch_size), train.temperature above 0, or a larger method.rho"
 )
-"""What may help where all answers have the same scores: the first where they are sampled in any case."""
+"""Ways out where all answers have the same scores; the first is for answers that are sampled in any case."""
 UNTUNED = {BIAS: "with a bias fitted to each label", PROBE: "under a linear probe"}
 """What a run is compared with, in words."""
 
