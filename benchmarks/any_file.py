@@ -49,7 +49,7 @@ def main() -> None:
                     continue
                 with tempfile.TemporaryDirectory() as folder:
                     found = tried(architecture, kind, engine, Path(folder))
-                done["trials"][key] = found | {"holds": holds(found, architecture, kind)}
+                done["trials"][key] = found | {"holds": holds(found, kind)}
                 path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
                 print(key, done["trials"][key], flush=True)
 

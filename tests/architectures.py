@@ -95,6 +95,11 @@ BIASED = {"llama": (), "qwen2": ("attn_q", "attn_k", "attn_v"), "qwen3": ()}
 """Architecture that transformers reads from GGUF -> its layers with a bias here. llama.cpp also takes others, and
 "rope_freqs", factors of rotations."""
 
+SHARPENED, ROOT = ("gemma3n", "gemma4"), 8.0
+"""Architectures whose attention does not divide its scores by the root of the width of a head, and that root. Their
+norms of queries and keys have learned to do so; drawn around 1 instead, they make attention so sharp that a change of
+the last bit moves the loss by 0.01."""
+
 TYPES = {
     "F32": "F32", "F16": "F16", "BF16": "BF16", "Q8_0": "Q8_0", "Q5_0": "Q5_0", "Q4_K_M": "Q4_K", "Q6_K": "Q6_K",
     "IQ4_NL": "IQ4_NL",
@@ -184,14 +189,16 @@ def shapes(architecture):
     return found
 
 
-def values(name, shape, seed=0):
+def values(name, shape, seed=0, architecture=""):
     """Random values of a tensor, (..., rows, columns)."""
     own = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
     drawn = np.random.default_rng(own).standard_normal(shape[::-1]).astype(np.float32)
     if name.endswith("ssm_a"):  # a state decays
         return -np.abs(drawn) - 0.1
     if len(shape) == 1:
-        return 0.1 * drawn + (1.0 if "norm" in name else 0.0)
+        drawn = 0.1 * drawn + (1.0 if "norm" in name else 0.0)
+        is_sharp = architecture in SHARPENED and ("attn_q_norm" in name or "attn_k_norm" in name)
+        return drawn / np.float32(ROOT**0.5) if is_sharp else drawn
     return drawn * (2.0 / shape[0]) ** 0.5
 
 
@@ -232,7 +239,8 @@ def write_model(path, architecture, kind="F32", seed=0, change=None, biased=None
         is_optional = name.startswith("rope_freqs") or name.endswith(".bias")
         if biased is not None and is_optional and name.split(".")[-2] not in biased:
             continue
-        own, x = kind_of_tensor(name, shape, kind), values(name, shape, seed) + (change or {}).get(name, 0.0)
+        own = kind_of_tensor(name, shape, kind)
+        x = values(name, shape, seed, architecture) + (change or {}).get(name, 0.0)
         if own == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(name, x)
         else:

@@ -20,10 +20,8 @@ LARGE = {"gemma3n"}
 """Has no fewer than 22 blocks, and is tried in float32 alone."""
 MOVED = 0.01
 """Least change of the loss by a step that counts."""
-HALF = {"gemma4"}
-"""A change of the last bit becomes one of 0.01 in it: llama.cpp reads GELU from a table in half precision."""
-OVERFLOWS = {("mpt", "F16"), ("gemma4", "F16")}
-"""Products by matrices in F16 take their inputs in F16, where those of these random models are infinite."""
+OVERFLOWS = {("mpt", "F16")}
+"""Products by matrices in F16 take their inputs in F16, where those of this random model are infinite."""
 READ_BACK = 0.02
 """Difference of losses that packed products may make, whose inputs are rounded in groups of tokens."""
 REFUSED, NOT_EXPORTED = "refused", "not exported"
@@ -97,11 +95,11 @@ def data_of(path, stored):
         return file.read(stored.size)
 
 
-def holds(found, architecture, kind):
+def holds(found, kind):
     """Whether a file was tuned, and its result read back from the file of the run and from the whole one."""
     if REFUSED in found or NOT_EXPORTED in found:
         return False
-    exact = 1e-3 if kind == "F32" and architecture not in HALF else READ_BACK
+    exact = 1e-3 if kind == "F32" else READ_BACK
     change = found["before"] - found["after"]
     change = change if found["method"] == STEP["name"] else abs(change)
     is_apart = found["engine"] == "torch" and kind != "F32"  # torch does not round the inputs of packed products

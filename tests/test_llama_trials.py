@@ -34,7 +34,7 @@ def test_a_file_is_tuned_saved_exported_and_read_back(architecture, kind, tmp_pa
     if (architecture, kind) in OVERFLOWS:
         assert "nan" in found[REFUSED]
         return
-    assert holds(found, architecture, kind), found
+    assert holds(found, kind), found
     assert found["layers"] > 0
     assert any("mixture" in notice for notice in found["notices"]) == ("expert_count" in ARCHITECTURES[architecture])
 
@@ -43,4 +43,4 @@ def test_a_file_is_tuned_saved_exported_and_read_back(architecture, kind, tmp_pa
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_so_it_is_in_torch(architecture, kind, tmp_path):
     found = tried(architecture, kind, "torch", tmp_path)
-    assert REFUSED not in found and holds(found, architecture, kind), found
+    assert REFUSED not in found and holds(found, kind), found
