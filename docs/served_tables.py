@@ -1,4 +1,4 @@
-"""The table of looks by the states that a server shows, drawn from `served_looks.json`."""
+"""Tables of what vLLM serves: looks by states (`served_looks.json`), quantised folders (`served_forms.json`)."""
 
 from drawing import grid, machine, read
 
@@ -37,4 +37,23 @@ def served_looks() -> str:
     )
 
 
-SERVED_TABLES = {"served-looks": served_looks}
+def served_forms() -> str:
+    """Whether each form is served with adapters, its loss before and after a run, and whether torch checked it."""
+    result = read("served_forms")
+    rows = []
+    for form, found in result["forms"].items():
+        if not found["served"]:
+            first = found["error"].splitlines()[0].partition(". ")[0]
+            rows.append([form, f"no: {first}", "", ""])
+            continue
+        checked = "no" if any("could not be checked" in notice for notice in found["notices"]) else "yes"
+        rows.append([form, "yes", f"{found['before']:.3f} -> {found['after']:.3f}", checked])
+    table = grid(["form", "served with adapters", "loss", "compared with torch"], rows)
+    packages = ", ".join(f"{name} {version}" for name, version in {**result["server"], **result["tools"]}.items())
+    return (
+        f"{table}\nA tiny random Llama, four steps of `tezo` on 16 labelled rows, loss of these rows. {packages}. "
+        f"`python benchmarks/served_forms.py`; {machine(result)}.\n"
+    )
+
+
+SERVED_TABLES = {"served-looks": served_looks, "served-forms": served_forms}
