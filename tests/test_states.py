@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from vllm_server import NAME, a_change, some_asked, vllm_home, vllm_server
 
 from tezo.engines import load
+from tezo.engines.looks import MOST_MISSED
 from tezo.engines.prompts import Prompt
 from tezo.engines.states import LEAST_IN_SPAN, READ, placed, tried_layer
 from tezo.engines.workers import Workers
@@ -153,6 +154,32 @@ def check_added(engine, model, name) -> None:
                 moved += abs(before - float(row[token]))
                 off += abs(own - float(row[token]))
     assert moved > 1.0 and off < 0.1 * moved
+
+
+@pytest.mark.parametrize(("numbers", "said"), [(3, 1), (READ, 0)])
+def test_texts_whose_tokens_are_not_told_apart_are_said_once(home, standin, monkeypatch, caplog, numbers, said):
+    monkeypatch.setattr("tezo.engines.states.READ", numbers)
+    engine = load(ModelConfig(name=str(home / "card"), engine=standin.url)).engine
+    asked = some_asked(random.Random(2), several=True, likely=1)
+    added = [torch.zeros(len(text), 64) for text in asked.texts]
+    for vectors in added:
+        vectors[len(vectors) // 2] = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        engine.watch({}, asked, Watch(added={DOWN[0]: added}))
+    assert sum("tell the tokens" in record.message for record in caplog.records) == said
+
+
+def test_how_far_a_vector_misses_its_tokens_is_known_without_the_whole_inputs():
+    layer = tried_layer("down_proj", torch.nn.Linear(96, 80, bias=False), 0, 1.0)
+    for count in (8, 300):
+        x_TI = torch.randn(count, 96, generator=torch.Generator().manual_seed(count))
+        wanted_T = torch.zeros(count)
+        wanted_T[count // 2] = 1.0
+        v_I, missed = layer.for_tokens(x_TI @ layer.a_KI.T, wanted_T)
+        reached_T = x_TI @ v_I
+        assert float(reached_T[count // 2]) == pytest.approx(1.0, abs=1e-3)
+        assert missed == pytest.approx(float((reached_T - wanted_T).square().sum()), rel=2e-2, abs=1e-3)
+    assert missed > MOST_MISSED
 
 
 def test_files_of_states_are_removed_whoever_asked(standin, engine, monkeypatch):

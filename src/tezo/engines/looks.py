@@ -4,7 +4,9 @@
 Vectors are added to a text by an adapter of its own.
 """
 
+import logging
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,8 +19,12 @@ from tezo.engines.states import SeenLayer
 from tezo.forward.engine import Asked, Change, LayerInputs, Told, Watch, Watched, joined
 from tezo.system.errors import RequestError
 
+logger = logging.getLogger(__name__)
+
 AT_ONCE = 8
 """Texts with vectors of their own that are computed side by side."""
+MOST_MISSED = 1.0
+"""Part by which vectors may miss their tokens, in squares, without a word: what else they reach is then as much."""
 KEPT_BYTES = 1 << 28
 """Bytes of numbers that are kept of texts, for vectors that are added to them afterwards."""
 
@@ -43,7 +49,7 @@ class Looks:
         self.layers = {layer.name: layer for layer in layers}
         self._room, self._states, self._log_probs = room, states, log_probs
         self._of: Change = {}
-        self._computed = 0
+        self._computed, self._has_warned = 0, False
         self._known: dict[tuple[str, Text], Tensor] = {}
 
     def watch(self, change: Change, asked: Asked, watch: Watch) -> Watched:
@@ -144,6 +150,7 @@ class Looks:
     def _changes(self, asked: Asked, added: Mapping[str, Sequence[Tensor]]) -> list[Change]:
         """Returns the change of each text, with an adapter for the vectors that are added to it."""
         changes: list[Change] = [self._of for _ in asked.texts]
+        missed: list[float] = []
         for name, of_texts in added.items():
             layer = self.layers[name]
             some = [i for i, vectors in enumerate(of_texts) if bool(vectors.any())]
@@ -152,10 +159,24 @@ class Looks:
                 x_TK, vectors = read[name, tuple(asked.texts[i])].float(), of_texts[i]
                 n_M = vectors[vectors.square().sum(1).argmax()]
                 wanted_T = (vectors @ n_M / n_M.square().sum()).expand(len(x_TK))  # all have n, or zero
-                v_I = layer.for_tokens(x_TK, wanted_T)
+                v_I, part = layer.for_tokens(x_TK, wanted_T)
+                missed.append(part)
                 more = self._with(layer, v_I.unsqueeze(0), n_M.float().unsqueeze(1))
                 changes[i] = {**changes[i], name: more[name]}
+        self._warn(missed, asked.texts)
         return changes
+
+    def _warn(self, missed: Sequence[float], texts: Sequence[Text]) -> None:
+        """Says once that texts are too long for vectors to be added to the tokens that are wanted alone."""
+        if self._has_warned or not missed or statistics.median(missed) <= MOST_MISSED:
+            return
+        self._has_warned = True
+        logger.warning(
+            "Looks by states add vectors at one token of a text, and %d numbers of an input do not tell the tokens of "
+            "these texts (%.0f, median) apart: the vectors reach other tokens as much, which makes the directions "
+            "poorer. Looks in torch, from a folder with weights, are not affected.",
+            min(len(layer.a_KI) for layer in self.layers.values()), statistics.median(map(len, texts)),
+        )  # fmt: skip
 
 
 def _are_equal(one: Change, other: Change) -> bool:

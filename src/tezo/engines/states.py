@@ -14,7 +14,8 @@ near 1 for these tokens and near 0 for the others, by their X = A x (T, K):
 
     v = A^T X^T (X X^T + lambda I)^-1 e.
 
-No weight of the model is read.
+K numbers tell few more than K tokens apart: of a long text the vector reaches other tokens too. How far is known, since
+v^T x = (A v)^T (A x). No weight of the model is read.
 """
 
 import atexit
@@ -223,16 +224,19 @@ class SeenLayer:
         found: Tensor = x_TK @ self.a_KI
         return found
 
-    def for_tokens(self, x_TK: Tensor, wanted_T: Tensor) -> Tensor:
-        """Returns v (I,) with v^T x_t near `wanted_T`; its mean over the tokens that are wanted is as it should be."""
+    def for_tokens(self, x_TK: Tensor, wanted_T: Tensor) -> tuple[Tensor, float]:
+        """Returns v (I,) with v^T x_t near `wanted_T`, and |v^T x - wanted|^2 / |wanted|^2 over the tokens.
+
+        The mean of v^T x_t over the tokens that are wanted is as it should be.
+        """
         x_TK, wanted_T = x_TK.double(), wanted_T.double()
         gram_TT = x_TK @ x_TK.T
         gram_TT.diagonal().add_(NEAR * float(gram_TT.diagonal().median()) + 1e-12)
         v_K = x_TK.T @ torch.linalg.solve(gram_TT, wanted_T)
         reached = float((x_TK @ v_K) @ wanted_T)
         v_K = v_K * (float(wanted_T @ wanted_T) / reached if reached > 0 else 0.0)
-        v_I: Tensor = v_K @ self.a_KI.double()
-        return v_I.float()
+        missed = (x_TK @ v_K - wanted_T).square().sum() / wanted_T.square().sum()
+        return (v_K @ self.a_KI.double()).float(), float(missed)
 
 
 def ends_of_blocks(model: nn.Module, size: int) -> dict[str, nn.Linear]:
