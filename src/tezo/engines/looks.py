@@ -166,7 +166,7 @@ class Looks:
         self._warn(missed, asked.texts)
         return changes
 
-    def _warn(self, missed: Sequence[float], texts: Sequence[Text]) -> None:
+    def _warn(self, missed: Sequence[float], texts: Sequence[Sequence[int]]) -> None:
         """Says once that texts are too long for vectors to be added to the tokens that are wanted alone."""
         if self._has_warned or not missed or statistics.median(missed) <= MOST_MISSED:
             return
