@@ -14,7 +14,7 @@ import pytest
 from cases import mostly_slow, tuples_mostly_slow
 from folders import label_rows, model_folder, refused, tezo, write_rows
 from forks import Done, forked
-from short_runs import result
+from short_runs import config_of_answers, result
 
 from tezo.runs.folder import LOG
 from tezo.runs.step_log import read_log
@@ -291,3 +291,12 @@ def test_a_rank_that_drifted_is_named_at_the_end_too(home, tmp_path):
     assert done.returncode == 1
     assert "rank 1 has other parameters than rank 0 after step" in done.stderr
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.timeout(600)
+def test_answers_are_learnt_from_in_one_process_alone(home, tmp_path):
+    path = tmp_path / "answers.yaml"
+    path.write_text(dump_config(config_of_answers(home, "policy-gradient")))
+    done = ranks(2, path, tmp_path / "run")
+    assert done.returncode != 0 and "policy-gradient" in done.stderr and "one process" in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
