@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from urllib.parse import urlsplit
 
 import pytest
 from folders import bpe_tokenizer, completion_rows, message_rows, model_folder, read_jsonl, refused, tezo, write_rows
@@ -583,6 +584,29 @@ def test_what_a_program_is_answered_is_learnt_from_under_its_own_name(home, engi
     told.clear()
     RewardRows(reward, job.model, job.objective, job.train[:4], 0).write(range(4), 3)
     assert [*told.values()] == texts
+    reward.close()
+    job.optimizer.close()
+
+
+def test_a_call_that_has_hung_up_is_neither_answered_nor_learnt_from(home, monkeypatch):
+    """A client that has waited too long asks again, and sees one answer."""
+    job = prepare(learning(home), measuring=False)
+    monkeypatch.setattr("tezo.tasks.own_server.SECONDS_TO_GATHER", 0.5)
+    told = []
+
+    def twice(row, base_url, model):
+        body = json.dumps({"model": model, "prompt": row["prompt"], "max_tokens": 5}).encode()
+        where = urlsplit(base_url)
+        head = [f"POST {where.path}/completions HTTP/1.1", f"Host: {where.netloc}", f"Content-Length: {len(body)}"]
+        with socket.create_connection((where.hostname, where.port)) as connection:
+            connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
+            time.sleep(0.1)
+        told.append(text_of(base_url, model, row["prompt"], max_tokens=5))
+        return 1.0
+
+    reward = replace(job.reward, score=twice, processes=None)
+    found = RewardRows(reward, job.model, job.objective, job.train[:1], 0).write(range(1), 2)
+    assert len(told) == 2 and found.answer_X.tolist() == [0, 1]
     reward.close()
     job.optimizer.close()
 

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -298,7 +298,8 @@ class OwnServer:
 
         async def answered(request: Any) -> Any:
             try:
-                return JSONResponse(await self._called(await request.body(), chat="/chat/" in request.url.path))
+                call = self._called(await request.body(), chat="/chat/" in request.url.path)
+                return JSONResponse(await answer_of(call, request.receive))
             except Refused as error:
                 return refused(error)
 
@@ -315,7 +316,8 @@ class OwnServer:
             exception_handlers={HTTPException: elsewhere},
         )
 
-    async def _called(self, data: bytes, *, chat: bool) -> dict[str, Any]:
+    def _called(self, data: bytes, *, chat: bool) -> Call:
+        """Returns a call with this body, which waits from now on."""
         try:
             body = json.loads(data)
         except (ValueError, RecursionError):
@@ -325,7 +327,21 @@ class OwnServer:
             if call.request.model not in self._names:
                 raise no_such_model(call.request.model)
             self._calls.put(call)
-        return await asyncio.wrap_future(call.answer)
+        return call
+
+
+async def answer_of(call: Call, receive: Callable[[], Coroutine[Any, Any, Any]]) -> dict[str, Any]:
+    """Returns the answer to a call, which is withdrawn where the program hangs up before.
+
+    `receive` returns when it hangs up, as ASGI has it of a request whose body has been read.
+    """
+    answer, hung_up = asyncio.wrap_future(call.answer), asyncio.ensure_future(receive())
+    await asyncio.wait({answer, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+    if not answer.done():
+        call.answer.cancel()
+        raise Refused("The program has hung up.", status=499)
+    hung_up.cancel()
+    return await answer
 
 
 class _Desk:
@@ -359,6 +375,8 @@ class _Desk:
         """Answers calls for one model."""
         taken: list[tuple[Call, list[_Task]]] = []
         for call in calls:
+            if call.answer.cancelled():
+                continue
             try:
                 taken.append((call, self._tasks(call.request)))
             except Refused as error:
@@ -368,7 +386,7 @@ class _Desk:
             found = [next(written) for _ in tasks]
             answers = [answer for answer, _ in found]
             asked = sum(len(task.prompt) for task in tasks[:: call.request.count])
-            with suppress(InvalidStateError):  # the program has hung up
+            with suppress(InvalidStateError):  # the program has hung up meanwhile
                 call.answer.set_result(answer_to(call.request, self._server.number(), int(time.time()), asked, answers))
                 if self.numbers:
                     turns = [(tuple(t.prompt), tuple(tokens)) for t, (_, tokens) in zip(tasks, found, strict=True)]
