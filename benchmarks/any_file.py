@@ -34,10 +34,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
     path = given.out / "any_file.json"
-    done: dict[str, Any] = {"trials": {}}
+    about = {"library": load_library().name, "commit": commit(), "hardware": hardware(), "versions": versions()}
+    done: dict[str, Any] = {"trials": {}, **about}
     if path.exists():
         done = json.loads(path.read_text(encoding="utf-8"))
-    done |= {"library": load_library().name, "commit": commit(), "hardware": hardware(), "versions": versions()}
+    of_trial = {name: value for name, value in about.items() if value != done[name]}  # what differs from the first ones
     for kind in sorted(TYPES, key=[*FIRST, *TYPES].index):
         for architecture in ARCHITECTURES:
             for engine in ENGINES:
@@ -49,7 +50,7 @@ def main() -> None:
                     continue
                 with tempfile.TemporaryDirectory() as folder:
                     found = tried(architecture, kind, engine, Path(folder))
-                done["trials"][key] = found | {"holds": holds(found, kind)}
+                done["trials"][key] = found | {"holds": holds(found, kind)} | of_trial
                 path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
                 print(key, done["trials"][key], flush=True)
 

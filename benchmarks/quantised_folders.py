@@ -20,8 +20,8 @@ SCHEMES = {
     "compressed-tensors, 8 bits": "W8A16",
 }
 """Form -> scheme of llmcompressor."""
-ROUNDED = {"GPTQ": "auto_gptq", "AWQ": "auto_awq"}
-"""Form -> format of auto-round, whose weights are rounded to nearest."""
+ROUNDED = {"GPTQ's format, 4 bits": "auto_gptq", "AWQ's format, 4 bits": "auto_awq"}
+"""Form -> format of auto-round. Both have the same weights, rounded to nearest."""
 TEXTS = [f"Row {number} of the rows: the answer is {number * 7 % 13}, and so on it goes." for number in range(16)]
 
 
@@ -44,7 +44,7 @@ def compress(model: Any, tokenizer: Any, out: Path, scheme: str) -> None:
     tokenizer.save_pretrained(out)
 
 
-def rounded(model: Any, tokenizer: Any, out: Path, form: str) -> None:
+def round_to_nearest(model: Any, tokenizer: Any, out: Path, form: str) -> None:
     """Writes a folder in GPTQ's or AWQ's own format, of 4 bits in groups of 128."""
     from auto_round import AutoRound
 
@@ -58,7 +58,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if form in ROUNDED:
-        rounded(model, tokenizer, out, ROUNDED[form])
+        round_to_nearest(model, tokenizer, out, ROUNDED[form])
     else:
         compress(model, tokenizer, out, SCHEMES[form])
 

@@ -15,9 +15,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from quantised_folders import ROUNDED, SCHEMES
 from tezo_studies.bench.result_files import commit
 
 from tezo.runs.environment import hardware, versions
@@ -33,8 +35,7 @@ from real_vllm import real_server, with_adapters
 
 HERE = Path(__file__).resolve().parent
 PLAIN = "bfloat16"
-FORMS = (PLAIN, "FP8, a scale for each row", "FP8, a scale for all inputs", "INT8 weights and inputs",
-         "compressed-tensors, 4 bits", "compressed-tensors, 8 bits", "GPTQ", "AWQ")  # fmt: skip
+FORMS = (PLAIN, *SCHEMES, *ROUNDED)
 PORT = 8437
 ROWS = 16
 METHOD = {"name": "tezo", "rank": 4, "lr": 0.05, "rho": 0.03}
@@ -49,7 +50,7 @@ def quantised(plain: Path, out: Path, form: str) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = sorted(out.rglob("config.json"))
     if done.returncode or not found:
-        raise RuntimeError(f"{form} was not written: {done.stderr.strip().splitlines()[-1]}")
+        raise SystemExit(f"{form} was not written: {done.stderr[-2000:]}")
     return found[0].parent
 
 
@@ -69,13 +70,15 @@ def tried(form: str, folder: Path) -> dict[str, Any]:
         "method": METHOD,
         "train": {"steps": 4, "batch_size": ROWS, "keep_best": False},
     }
-    try:
-        with real_server(model, PORT, with_adapters(), folder / "log"):
+    with ExitStack() as server:
+        try:
+            server.enter_context(real_server(model, PORT, with_adapters(), folder / "log"))
+        except RuntimeError as error:
+            return {"served": False, "error": str(error)}
+        try:
             summary = train(parse_config(config), folder / "run")
-    except RuntimeError as error:
-        return {"served": False, "error": str(error)}
-    except TezoError as error:
-        return {"served": True, "refused": str(error).replace(str(folder), "FOLDER")}
+        except TezoError as error:
+            return {"served": True, "refused": str(error).replace(str(folder), "FOLDER")}
     about = [notice for notice in summary["notices"] if notice.startswith("model.engine")]
     losses = {when: summary[when]["loss"] for when in ("before", "after")}
     return {"served": True, **losses, "notices": [notice.replace(str(folder), "FOLDER") for notice in about]}
@@ -90,13 +93,13 @@ def main() -> None:
     quiet_libraries()
     path = given.out / "served_forms.json"
     done: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"forms": {}}
-    done |= {"hardware": hardware(), "versions": versions(), "commit": commit()}
-    done |= {"server": versions_in("TEZO_VLLM", "vllm"), "tools": versions_in("TEZO_QUANTISERS", *TOOLS)}
+    about: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "commit": commit()}
+    about |= {"server": versions_in("TEZO_VLLM", "vllm"), "tools": versions_in("TEZO_QUANTISERS", *TOOLS)}
     for form in given.only:
         if form in done["forms"]:
             continue
         with tempfile.TemporaryDirectory() as place:
-            done["forms"][form] = tried(form, Path(place))
+            done["forms"][form] = tried(form, Path(place)) | about
         path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
         print(form, done["forms"][form], flush=True)
 

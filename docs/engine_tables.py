@@ -85,9 +85,12 @@ def any_file() -> str:
     lines = [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
     counted = [own for own in trials.values() if "file" in own]
     held = sum(own["holds"] for own in counted)
+    refused = sum("refused" in own and key.endswith("llama.cpp") for key, own in trials.items())
     return grid(heads, rows) + (
-        f"\n{held} of the {len(counted)} trials that wrote a whole file held. The library is {found['library']}; "
-        f"`python benchmarks/any_file.py`; {machine(found)}.\n\nReasons:\n\n" + "\n".join(lines) + "\n"
+        f"\n{held} of the {len(counted)} trials that wrote a whole file held; {refused} were refused in llama.cpp. "
+        f"The library is {found['library']}; `python benchmarks/any_file.py`; {machine(found)}.\n\nReasons:\n\n"
+        + "\n".join(lines)
+        + "\n"
     )
 
 

@@ -39,20 +39,22 @@ def served_looks() -> str:
 
 def served_forms() -> str:
     """Whether each form is served with adapters, its loss before and after a run, and whether torch checked it."""
-    result = read("served_forms")
+    forms = read("served_forms")["forms"]
     rows = []
-    for form, found in result["forms"].items():
+    for form, found in forms.items():
         if not found["served"]:
-            first = found["error"].splitlines()[0].partition(". ")[0]
-            rows.append([form, f"no: {first}", "", ""])
-            continue
-        checked = "no" if any("could not be checked" in notice for notice in found["notices"]) else "yes"
-        rows.append([form, "yes", f"{found['before']:.3f} -> {found['after']:.3f}", checked])
+            rows.append([form, "no: " + found["error"].splitlines()[0].partition(". ")[0], "", ""])
+        elif "refused" in found:
+            rows.append([form, "yes", f"refused: {found['refused']}", ""])
+        else:
+            checked = "no" if any("could not be checked" in notice for notice in found["notices"]) else "yes"
+            rows.append([form, "yes", f"{found['before']:.3f} -> {found['after']:.3f}", checked])
     table = grid(["form", "served with adapters", "loss", "compared with torch"], rows)
-    packages = ", ".join(f"{name} {version}" for name, version in {**result["server"], **result["tools"]}.items())
+    ran = next(iter(forms.values()))
+    packages = ", ".join(f"{name} {version}" for name, version in {**ran["server"], **ran["tools"]}.items())
     return (
         f"{table}\nA tiny random Llama, four steps of `tezo` on 16 labelled rows, loss of these rows. {packages}. "
-        f"`python benchmarks/served_forms.py`; {machine(result)}.\n"
+        f"`python benchmarks/served_forms.py`; {machine(ran)}.\n"
     )
 
 

@@ -95,10 +95,12 @@ BIASED = {"llama": (), "qwen2": ("attn_q", "attn_k", "attn_v"), "qwen3": ()}
 """Architecture that transformers reads from GGUF -> its layers with a bias here. llama.cpp also takes others, and
 "rope_freqs", factors of rotations."""
 
-SHARPENED, ROOT = ("gemma3n", "gemma4"), 8.0
-"""Architectures whose attention does not divide its scores by the root of the width of a head, and that root. Their
-norms of queries and keys have learned to do so; drawn around 1 instead, they make attention so sharp that a change of
-the last bit moves the loss by 0.01."""
+SHARPENED = ("gemma3n", "gemma4")
+"""Architectures whose attention does not divide its scores by the root of the width of a head. Drawn around 1, their
+norms of queries and keys make attention so sharp that a change of the last bit moves the loss by 0.01: they are divided
+by it."""
+ROOT = 8.0
+"""That root."""
 
 TYPES = {
     "F32": "F32", "F16": "F16", "BF16": "BF16", "Q8_0": "Q8_0", "Q5_0": "Q5_0", "Q4_K_M": "Q4_K", "Q6_K": "Q6_K",
@@ -189,7 +191,7 @@ def shapes(architecture):
     return found
 
 
-def values(name, shape, seed=0, architecture=""):
+def values(architecture, name, shape, seed=0):
     """Random values of a tensor, (..., rows, columns)."""
     own = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
     drawn = np.random.default_rng(own).standard_normal(shape[::-1]).astype(np.float32)
@@ -240,7 +242,7 @@ def write_model(path, architecture, kind="F32", seed=0, change=None, biased=None
         if biased is not None and is_optional and name.split(".")[-2] not in biased:
             continue
         own = kind_of_tensor(name, shape, kind)
-        x = values(name, shape, seed, architecture) + (change or {}).get(name, 0.0)
+        x = values(architecture, name, shape, seed) + (change or {}).get(name, 0.0)
         if own == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(name, x)
         else:

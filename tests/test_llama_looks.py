@@ -110,7 +110,8 @@ def is_like(tensor, weight):
 def test_torch_has_no_weight_and_nothing_of_the_size_of_the_file(rows, tmp_path):
     model = write_model(tmp_path / "model.gguf", "gemma3", "Q4_K_M")
     data = write_rows(tmp_path / "rows.jsonl", ROWS[rows](40))
-    weights = {name: torch.from_numpy(values(name, own)) for name, own in shapes("gemma3").items() if len(own) == 2}
+    matrices = {name: own for name, own in shapes("gemma3").items() if len(own) == 2}
+    weights = {name: torch.from_numpy(values("gemma3", name, own)) for name, own in matrices.items()}
     with Seen(weights) as torch_has:
         summary = run_config(config(model, data), tmp_path / "run")
     assert summary["after"]["loss"] < summary["before"]["loss"]

@@ -89,10 +89,14 @@ def test_changed_matrices_may_be_kept_in_a_finer_type(tmp_path):
     assert lost[None] > 4 * lost["q8_0"] > 16 * lost["F16"]
 
 
-def test_with_no_change_the_file_is_the_same_to_the_byte(tmp_path):
-    base = write_model(tmp_path / "base.gguf", "qwen3", "Q4_K_M")
-    assert write_whole(base, tmp_path / "whole.gguf", {}) == []
-    assert (tmp_path / "whole.gguf").read_bytes() == base.read_bytes()
+@pytest.mark.parametrize("keep_tuned", [None, "q8_0"])
+def test_with_no_change_the_file_is_the_same_to_the_byte(tmp_path, keep_tuned):
+    """Of a run that took no step all factors B are zero; IQ4_NL rounds what is packed again."""
+    base = write_model(tmp_path / "base.gguf", "qwen3", "IQ4_NL")
+    change = by_tensor(random_change(load_by_file(str(base))))
+    for number, none in enumerate(({}, {name: (a_RI, 0 * b_OR) for name, (a_RI, b_OR) in change.items()})):
+        assert write_whole(base, tmp_path / f"{number}.gguf", none, keep_tuned=keep_tuned) == []
+        assert (tmp_path / f"{number}.gguf").read_bytes() == base.read_bytes()
 
 
 def test_a_process_that_dies_leaves_what_was_there(tmp_path, monkeypatch):

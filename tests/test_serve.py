@@ -29,6 +29,7 @@ from tezo.models.kinds import ModelConfig
 from tezo.newton.policy import ANSWERS
 from tezo.runs.step_log import read_log
 from tezo.system.errors import RequestError
+from tezo.tasks import own_server
 from tezo.tasks.objectives import objective_for
 from tezo.tasks.objectives.ends import text_after
 from tezo.tasks.openai_form import AT_REST, INERT, Refused, request_of
@@ -591,7 +592,20 @@ def test_what_a_program_is_answered_is_learnt_from_under_its_own_name(home, engi
 def test_a_call_that_has_hung_up_is_neither_answered_nor_learnt_from(home, monkeypatch):
     """A client that has waited too long asks again, and sees one answer."""
     job = prepare(learning(home), measuring=False)
-    monkeypatch.setattr("tezo.tasks.own_server.SECONDS_TO_GATHER", 0.5)
+    monkeypatch.setattr(own_server, "SECONDS_TO_GATHER", 0.5)
+    queued, looked_at, put = threading.Semaphore(0), [], OwnServer._called
+
+    def called(server, data, *, chat):
+        call = put(server, data, chat=chat)
+        queued.release()
+        return call
+
+    def tasks(desk, request, own=own_server._Desk._tasks):
+        looked_at.append(request.model)
+        return own(desk, request)
+
+    monkeypatch.setattr(OwnServer, "_called", called)
+    monkeypatch.setattr(own_server._Desk, "_tasks", tasks)
     told = []
 
     def twice(row, base_url, model):
@@ -600,13 +614,14 @@ def test_a_call_that_has_hung_up_is_neither_answered_nor_learnt_from(home, monke
         head = [f"POST {where.path}/completions HTTP/1.1", f"Host: {where.netloc}", f"Content-Length: {len(body)}"]
         with socket.create_connection((where.hostname, where.port)) as connection:
             connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
-            time.sleep(0.1)
+            assert queued.acquire(timeout=20)
         told.append(text_of(base_url, model, row["prompt"], max_tokens=5))
         return 1.0
 
     reward = replace(job.reward, score=twice, processes=None)
     found = RewardRows(reward, job.model, job.objective, job.train[:1], 0).write(range(1), 2)
-    assert len(told) == 2 and found.answer_X.tolist() == [0, 1]
+    assert len(told) == len(looked_at) == len({*looked_at}) == 2
+    assert found.answer_X.tolist() == [0, 1]
     reward.close()
     job.optimizer.close()
 

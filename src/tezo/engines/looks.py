@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 8
 """Texts with vectors of their own that are computed side by side."""
-MOST_MISSED = 1.0
-"""Part by which vectors may miss their tokens, in squares, without a word: what else they reach is then as much."""
+MOST_MISSED, MOST_MISSING = 1.0, 0.25
+"""A vector misses its tokens where it reaches others as much (`SeenLayer.for_tokens`); a warning is given where more
+than a quarter of the vectors do."""
 KEPT_BYTES = 1 << 28
 """Bytes of numbers that are kept of texts, for vectors that are added to them afterwards."""
 
@@ -150,7 +151,7 @@ class Looks:
     def _changes(self, asked: Asked, added: Mapping[str, Sequence[Tensor]]) -> list[Change]:
         """Returns the change of each text, with an adapter for the vectors that are added to it."""
         changes: list[Change] = [self._of for _ in asked.texts]
-        missed: list[float] = []
+        missed, lengths = list[float](), list[int]()
         for name, of_texts in added.items():
             layer = self.layers[name]
             some = [i for i, vectors in enumerate(of_texts) if bool(vectors.any())]
@@ -159,23 +160,24 @@ class Looks:
                 x_TK, vectors = read[name, tuple(asked.texts[i])].float(), of_texts[i]
                 n_M = vectors[vectors.square().sum(1).argmax()]
                 wanted_T = (vectors @ n_M / n_M.square().sum()).expand(len(x_TK))  # all have n, or zero
-                v_I, part = layer.for_tokens(x_TK, wanted_T)
-                missed.append(part)
+                v_I, by = layer.for_tokens(x_TK, wanted_T)
+                missed.append(by)
+                lengths.append(len(x_TK))
                 more = self._with(layer, v_I.unsqueeze(0), n_M.float().unsqueeze(1))
                 changes[i] = {**changes[i], name: more[name]}
-        self._warn(missed, asked.texts)
+        self._warn(missed, lengths)
         return changes
 
-    def _warn(self, missed: Sequence[float], texts: Sequence[Sequence[int]]) -> None:
-        """Says once that texts are too long for vectors to be added to the tokens that are wanted alone."""
-        if self._has_warned or not missed or statistics.median(missed) <= MOST_MISSED:
+    def _warn(self, missed: Sequence[float], lengths: Sequence[int]) -> None:
+        """Says once that vectors miss their tokens, by how much each does and the tokens of its text."""
+        if self._has_warned or sum(by > MOST_MISSED for by in missed) <= MOST_MISSING * len(missed):
             return
         self._has_warned = True
         logger.warning(
-            "Looks by states add vectors at one token of a text, and %d numbers of an input do not tell the tokens of "
-            "these texts (%.0f, median) apart: the vectors reach other tokens as much, which makes the directions "
-            "poorer. Looks in torch, from a folder with weights, are not affected.",
-            min(len(layer.a_KI) for layer in self.layers.values()), statistics.median(map(len, texts)),
+            "Looks by states add vectors at some tokens of a text, of whose inputs %d numbers are known. In texts as "
+            "long as these (%.0f tokens, median) the vectors reach other tokens as much. Looks in torch, from a folder "
+            "with weights, do not have this limit.",
+            max(len(layer.a_KI) for layer in self.layers.values()), statistics.median(lengths),
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ v^T x = (A v)^T (A x). No weight of the model is read.
 """
 
 import atexit
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -225,9 +226,14 @@ class SeenLayer:
         return found
 
     def for_tokens(self, x_TK: Tensor, wanted_T: Tensor) -> tuple[Tensor, float]:
-        """Returns v (I,) with v^T x_t near `wanted_T`, and |v^T x - wanted|^2 / |wanted|^2 over the tokens.
+        """Returns v (I,) with v^T x_t near `wanted_T`, and how far it misses, |v^T x - wanted|^2 / |wanted|^2.
 
-        The mean of v^T x_t over the tokens that are wanted is as it should be.
+        The mean of v^T x_t over the tokens that are wanted is as it should be. Where no v reaches them, v is zero, and
+        misses by infinity.
+
+        Args:
+            x_TK: the numbers A x of the tokens of a text.
+            wanted_T: v^T x for each token, such as 1 for one and 0 for all others.
         """
         x_TK, wanted_T = x_TK.double(), wanted_T.double()
         gram_TT = x_TK @ x_TK.T
@@ -235,8 +241,8 @@ class SeenLayer:
         v_K = x_TK.T @ torch.linalg.solve(gram_TT, wanted_T)
         reached = float((x_TK @ v_K) @ wanted_T)
         v_K = v_K * (float(wanted_T @ wanted_T) / reached if reached > 0 else 0.0)
-        missed = (x_TK @ v_K - wanted_T).square().sum() / wanted_T.square().sum()
-        return (v_K @ self.a_KI.double()).float(), float(missed)
+        missed = float((x_TK @ v_K - wanted_T).square().sum() / wanted_T.square().sum())
+        return (v_K @ self.a_KI.double()).float(), missed if reached > 0 else math.inf
 
 
 def ends_of_blocks(model: nn.Module, size: int) -> dict[str, nn.Linear]:

@@ -41,6 +41,7 @@ MOST_TOGETHER = 128
 SECONDS_TO_START, SECONDS_TO_END = 30.0, 1
 SECONDS_OPEN = 3600
 """How long a connection without a call stays open."""
+HUNG_UP = "The program has hung up."
 NEEDS = "train.serve needs a server, which is not installed: pip install 'tezo[serve]'."
 
 
@@ -287,6 +288,7 @@ class OwnServer:
         from starlette.exceptions import HTTPException
         from starlette.middleware import Middleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse
         from starlette.routing import Route
 
@@ -302,6 +304,8 @@ class OwnServer:
                 return JSONResponse(await answer_of(call, request.receive))
             except Refused as error:
                 return refused(error)
+            except ClientDisconnect:
+                return refused(Refused(HUNG_UP, status=499))
 
         async def elsewhere(_: Any, error: HTTPException) -> Any:
             return refused(Refused(f"{error.detail}.", status=error.status_code))
@@ -317,7 +321,11 @@ class OwnServer:
         )
 
     def _called(self, data: bytes, *, chat: bool) -> Call:
-        """Returns a call with this body, which waits from now on."""
+        """Returns a call with this body, which waits from now on.
+
+        Raises:
+            Refused: the body is no such request, or names a model that does not exist.
+        """
         try:
             body = json.loads(data)
         except (ValueError, RecursionError):
@@ -333,15 +341,24 @@ class OwnServer:
 async def answer_of(call: Call, receive: Callable[[], Coroutine[Any, Any, Any]]) -> dict[str, Any]:
     """Returns the answer to a call, which is withdrawn where the program hangs up before.
 
-    `receive` returns when it hangs up, as ASGI has it of a request whose body has been read.
+    An answer that is there at that moment stands.
+
+    Args:
+        call: the call.
+        receive: that of ASGI; behind the body of a request it returns when the program hangs up.
+
+    Raises:
+        Refused: the call is refused, or the program has hung up.
     """
     answer, hung_up = asyncio.wrap_future(call.answer), asyncio.ensure_future(receive())
-    await asyncio.wait({answer, hung_up}, return_when=asyncio.FIRST_COMPLETED)
-    if not answer.done():
-        call.answer.cancel()
-        raise Refused("The program has hung up.", status=499)
-    hung_up.cancel()
-    return await answer
+    try:
+        await asyncio.wait({answer, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise Refused(HUNG_UP, status=499)
+        return answer.result()
+    finally:
+        answer.cancel()  # and with it the call, where it has no answer
+        hung_up.cancel()
 
 
 class _Desk:
@@ -412,8 +429,8 @@ class _Desk:
     def _row(self, request: Request, prompt: Sequence[int], place: int) -> int:
         """Returns a number of the random numbers of the answer at `place` to a prompt, the same for all models.
 
-        A model that is asked the same again has others, unless the request has a seed. Names whose answers are learnt
-        from have each its own.
+        A model that is asked the same again has others, unless the request has a seed; a call that was withdrawn
+        before it was looked at does not count. Names whose answers are learnt from have each its own.
         """
         own = (self.numbers[request.model],) if self.numbers else ()
         if request.seed is None or own:

@@ -55,7 +55,7 @@ def write_whole(
     Args:
         base: the file without the change.
         output: the file to write.
-        change: name of a tensor -> (A_RI, B_OR); B A is added to it.
+        change: name of a tensor -> (A_RI, B_OR); B A is added to it. With A or B zero it stays as it is, byte for byte.
         keep_tuned: type of the changed matrices, such as q8_0 or f16; None, and for a matrix whose rows it does not
             divide into blocks: that of each in the base.
 
@@ -64,6 +64,8 @@ def write_whole(
         RunError: the file cannot be written.
     """
     header, target = GgufHeader(base), GgufHeader(base)
+    # packing again what has not changed may round it: IQ4_NL does
+    change = {name: pair for name, pair in change.items() if all(bool(factor.any()) for factor in pair)}
     kinds = {name: _kind(header, name, pair, keep_tuned) for name, pair in change.items()}
     for name, kind in kinds.items():
         target.set_kind(name, kind)
