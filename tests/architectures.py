@@ -95,12 +95,9 @@ BIASED = {"llama": (), "qwen2": ("attn_q", "attn_k", "attn_v"), "qwen3": ()}
 """Architecture that transformers reads from GGUF -> its layers with a bias here. llama.cpp also takes others, and
 "rope_freqs", factors of rotations."""
 
-SHARPENED = ("gemma3n", "gemma4")
-"""Architectures whose attention does not divide its scores by the root of the width of a head. Drawn around 1, their
-norms of queries and keys make attention so sharp that a change of the last bit moves the loss by 0.01: they are divided
-by it."""
-ROOT = 8.0
-"""That root."""
+ROOTS = {"gemma3n": 8.0, "gemma4": 8.0}
+"""Architectures whose attention does not divide its scores by the root of the width of a head -> that root. Their norms
+of queries and keys, which would be around 1, do so instead: else attention is so much sharper than in the others."""
 
 TYPES = {
     "F32": "F32", "F16": "F16", "BF16": "BF16", "Q8_0": "Q8_0", "Q5_0": "Q5_0", "Q4_K_M": "Q4_K", "Q6_K": "Q6_K",
@@ -199,8 +196,8 @@ def values(architecture, name, shape, seed=0):
         return -np.abs(drawn) - 0.1
     if len(shape) == 1:
         drawn = 0.1 * drawn + (1.0 if "norm" in name else 0.0)
-        is_sharp = architecture in SHARPENED and ("attn_q_norm" in name or "attn_k_norm" in name)
-        return drawn / np.float32(ROOT**0.5) if is_sharp else drawn
+        is_divided = "attn_q_norm" in name or "attn_k_norm" in name
+        return drawn / ROOTS.get(architecture, 1.0) ** 0.5 if is_divided else drawn
     return drawn * (2.0 / shape[0]) ** 0.5
 
 

@@ -616,6 +616,7 @@ def test_a_call_that_has_hung_up_is_neither_answered_nor_learnt_from(home, monke
             connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
             assert queued.acquire(timeout=20)
         told.append(text_of(base_url, model, row["prompt"], max_tokens=5))
+        assert queued.acquire(timeout=20)  # that one too, so that the next name waits for its own
         return 1.0
 
     reward = replace(job.reward, score=twice, processes=None)

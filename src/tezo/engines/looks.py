@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 8
 """Texts with vectors of their own that are computed side by side."""
-MOST_MISSED, MOST_MISSING = 1.0, 0.25
+MOST_MISSED, MOST_THAT_MISS = 1.0, 0.25
 """A vector misses its tokens where it reaches others as much (`SeenLayer.for_tokens`); a warning is given where more
 than a quarter of the vectors do."""
 KEPT_BYTES = 1 << 28
@@ -170,7 +170,7 @@ class Looks:
 
     def _warn(self, missed: Sequence[float], lengths: Sequence[int]) -> None:
         """Says once that vectors miss their tokens, by how much each does and the tokens of its text."""
-        if self._has_warned or sum(by > MOST_MISSED for by in missed) <= MOST_MISSING * len(missed):
+        if self._has_warned or sum(by > MOST_MISSED for by in missed) <= MOST_THAT_MISS * len(missed):
             return
         self._has_warned = True
         logger.warning(

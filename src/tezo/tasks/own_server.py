@@ -324,7 +324,7 @@ class OwnServer:
         """Returns a call with this body, which waits from now on.
 
         Raises:
-            Refused: the body is no such request, or names a model that does not exist.
+            Refused: the body is not a request of OpenAI's form, or names a model that does not exist.
         """
         try:
             body = json.loads(data)
