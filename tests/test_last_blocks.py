@@ -1,6 +1,8 @@
 """The last blocks of a decoder, rebuilt from the inputs of their layers: what the model computes, attention held."""
 
+import copy
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 from tezo.directions.bases.basis import input_size
 from tezo.directions.outputs import Places
 from tezo.directions.targets import ALL_LINEAR, select_targets
-from tezo.forward.watching import hooked, layer_rows
+from tezo.forward.layers import layer_in_torch
+from tezo.forward.watching import hooked
 from tezo.newton import last_blocks as rebuilding
 from tezo.newton.last_blocks import LastBlocks, NotRebuiltError, ends_of_stream, last_blocks, missed, name_of
 from tezo.newton.text import TextRecord
@@ -53,12 +56,12 @@ def watched(model, blocks, seed=1):
 def rebuilt(model, blocks):
     inputs, n_PD, *_ = watched(model, blocks)
 
-    def weights(layer):
-        weight_OI, bias_O = layer_rows(model, name_of(layer), None, torch.zeros(0, input_size(layer)))
-        return weight_OI.clone(), bias_O.clone()  # the model changes in place
+    def layer_of(target):
+        module = copy.deepcopy(target.sites[0].module)  # the model changes in place
+        return layer_in_torch(module, input_size(target), n_PD)
 
     with torch.no_grad():
-        return LastBlocks(blocks, inputs, n_PD, weights)
+        return LastBlocks(blocks, inputs, n_PD, layer_of)
 
 
 def factors_of(blocks, size, seed):
@@ -79,9 +82,8 @@ def add(blocks, factors):
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Granite"])
-def test_the_heads_inputs_with_factors_are_the_models_where_attention_is_held(kind, monkeypatch):
+def test_the_heads_inputs_with_factors_are_the_models_where_attention_is_held(kind):
     """Of a second pass over other tokens, with a change beside the layers, and with more beside them than that."""
-    monkeypatch.setattr(rebuilding, "WEIGHTS", torch.float32)
     model = model_of(kind)
     blocks = last_blocks(select_targets(model, (ALL_LINEAR,)), 32)
     assert len(blocks) == 4 and [name_of(block.attention) for block in blocks] == [
@@ -118,6 +120,19 @@ def test_the_heads_inputs_with_factors_are_the_models_where_attention_is_held(ki
     assert missed(found.of(both), real) < 1e-3
 
 
+def test_which_layer_of_an_mlp_is_activated_is_found_out():
+    model = model_of("Llama")
+    blocks = last_blocks(select_targets(model, (ALL_LINEAR,)), 32)[1:]
+    changed = factors_of(blocks, 0.1, 30)
+    other = [replace(block, readers=block.readers[::-1]) for block in blocks]
+    structures = [rebuilt(model, each) for each in (blocks, other)]
+    add(blocks, changed)
+    inputs, n_PD, *_ = watched(model, blocks, seed=2)
+    with torch.no_grad():
+        one, swapped = (structure.seen(inputs, n_PD, changed).of_pass(changed) for structure in structures)
+    assert torch.allclose(one, swapped, atol=1e-4)
+
+
 def test_places_that_do_not_follow_from_the_blocks_are_noticed():
     model = model_of("Llama")
     blocks = last_blocks(select_targets(model, (ALL_LINEAR,)), 32)[1:]
@@ -125,8 +140,12 @@ def test_places_that_do_not_follow_from_the_blocks_are_noticed():
     add(blocks, changed)
     inputs, n_PD, *_ = watched(model, blocks, seed=2)
     with torch.no_grad():
-        structure.seen(inputs, n_PD, changed)
-        with pytest.raises(NotRebuiltError):
+        stream = structure.seen(inputs, n_PD, changed)
+        assert torch.equal(stream.of_pass(changed), stream.of(changed))
+        more = {name: (2 * u_DR, v_IR) for name, (u_DR, v_IR) in changed.items()}
+        with pytest.raises(NotRebuiltError, match="differs"):
+            stream.of_pass(more)
+        with pytest.raises(NotRebuiltError, match="sum"):
             structure.seen(inputs, n_PD, {})
 
 
@@ -172,11 +191,3 @@ def test_both_ends_of_a_stream_follow_from_their_norms_and_the_sum_between():
     assert missed(others, h_1_PD[200:]) < 1e-5
     with pytest.raises(NotRebuiltError):
         ends_of_stream(norms[1], noise(300, 40, seed=9), sum_PD)
-
-
-def test_the_derivative_of_a_product_is_that_of_torch():
-    x_PI, weight_OI, bias_O = noise(5, 7, seed=0).requires_grad_(), noise(3, 7, seed=1), noise(3, seed=2)
-    ours, theirs = rebuilding.product(x_PI, (weight_OI, bias_O)), torch.nn.functional.linear(x_PI, weight_OI, bias_O)
-    g_PO = noise(5, 3, seed=3)
-    assert torch.allclose(ours, theirs, atol=1e-6)
-    assert torch.allclose(*(torch.autograd.grad(out, x_PI, g_PO)[0] for out in (ours, theirs)), atol=1e-6)

@@ -7,9 +7,10 @@ import torch
 from folders import bpe_tokenizer
 from gguf_files import tiny_llama, write_gguf
 
+from tezo.engines.llama_cpp import engine as llama_engine
 from tezo.engines.llama_cpp import load_llama_cpp
 from tezo.forward.engine import HEAD, Asked, Watch
-from tezo.forward.watching import layer_rows
+from tezo.forward.watching import head_rows
 from tezo.models.kinds import ModelConfig
 from tezo.system.errors import RequestError
 
@@ -170,10 +171,22 @@ def test_layers_that_the_file_does_not_have_are_one_sentence(loaded):
 
 
 @torch.no_grad()
-def test_weights_of_layers_are_torchs_in_the_order_of_its_rows(loaded):
-    some = torch.tensor([3, 0, 7])
+@pytest.mark.parametrize("at_once", [1 << 22, 200])
+def test_products_by_weights_of_layers_are_torchs_in_the_order_of_its_rows(loaded, monkeypatch, at_once):
+    monkeypatch.setattr(llama_engine, "UNPACKED_AT_ONCE", at_once)
     for name in LAYERS:
-        like = torch.zeros(0, loaded.model.get_submodule(name).in_features)
-        every, bias_O = loaded.engine.layer_rows(name, None)
-        close(every, layer_rows(loaded.model, name, None, like)[0])
-        assert torch.equal(loaded.engine.layer_rows(name, some)[0], every[some]) and not bias_O.any()
+        module = loaded.model.get_submodule(name)
+        x_PI, g_PO = torch.randn(5, module.in_features), torch.randn(5, module.out_features)
+        close(loaded.engine.product(name, x_PI, False), module(x_PI))
+        with torch.enable_grad():
+            x_PI.requires_grad_()
+            (expected,) = torch.autograd.grad(module(x_PI), x_PI, g_PO)
+        close(loaded.engine.product(name, g_PO, True), expected)
+
+
+@torch.no_grad()
+def test_rows_of_the_head_are_torchs(loaded):
+    some = torch.tensor([3, 0, 7])
+    weight_XD, bias_X = loaded.engine.head_rows(some)
+    close(weight_XD, head_rows(loaded.model, some, torch.zeros(0, weight_XD.shape[1]))[0])
+    assert not bias_X.any()

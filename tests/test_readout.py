@@ -12,8 +12,7 @@ from torch.nn import functional
 
 import tezo
 from tezo.directions.targets import select_targets
-from tezo.forward.engine import HEAD
-from tezo.forward.watching import layer_rows
+from tezo.forward.watching import head_rows
 from tezo.newton import text
 from tezo.newton.last_blocks import name_of
 from tezo.newton.text import LastLayer, Seen, Text, arrives, fit_text, leading, tokens_of, with_others
@@ -109,7 +108,7 @@ def test_the_rows_of_a_head_are_those_of_its_weight():
     tokens = with_others(torch.tensor([3, 7, 49]), 50)
     assert tokens[:3].tolist() == [3, 7, 49] and sorted(tokens.tolist()) == [*range(50)]
     with torch.no_grad():
-        weight_XD, bias_X = layer_rows(model, HEAD, tokens, torch.zeros(0, 12))
+        weight_XD, bias_X = head_rows(model, tokens, torch.zeros(0, 12))
     assert torch.allclose(weight_XD, head.weight[tokens], atol=1e-6) and torch.equal(bias_X, head.bias[tokens])
 
 

@@ -122,8 +122,11 @@ class Workers(Engine):
     def watch(self, change: Change, asked: Asked, watch: Watch) -> Watched:
         return self._looks.watch(change, asked, watch)
 
-    def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._looks.layer_rows(layer, rows_X)
+    def head_rows(self, rows_X: Tensor) -> tuple[Tensor, Tensor]:
+        return self._looks.head_rows(rows_X)
+
+    def product(self, layer: str, x: Tensor, transposed: bool) -> Tensor:
+        return self._looks.product(layer, x, transposed)
 
     def save_beside(self, *arguments: Any) -> str | None:
         return self._engines[0].save_beside(*arguments)
@@ -198,8 +201,12 @@ class InRay(Engine):
         found: Watched = self._called("watch", change, asked, watch)
         return found
 
-    def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._called("layer_rows", layer, rows_X)
+    def head_rows(self, rows_X: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self._called("head_rows", rows_X)
+        return found
+
+    def product(self, layer: str, x: Tensor, transposed: bool) -> Tensor:
+        found: Tensor = self._called("product", layer, x, transposed)  # x is smaller than the weight
         return found
 
     def generate(

@@ -266,17 +266,27 @@ class Engine(ABC):
         layer = next(iter([*watch.inputs, *watch.added]), "a layer")
         raise RequestError(f"the inputs of {layer} cannot be read from {self.name}.")
 
-    def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns rows of the stored weight of a layer (X, I), and their bias (X,): float32.
-
-        Args:
-            layer: name of the module, or `HEAD`.
-            rows_X: which rows; None: all.
+    def head_rows(self, rows_X: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows of the output head (X, D), and their bias (X,): float32.
 
         Raises:
             RequestError: the engine does not show them.
         """
         del rows_X
+        raise RequestError(f"the weight of {HEAD} cannot be read from {self.name}.")
+
+    def product(self, layer: str, x: Tensor, transposed: bool) -> Tensor:
+        """Returns W x + b of the stored weight of a layer, (P, I) -> (P, O), or W^T x, (P, O) -> (P, I): float32.
+
+        Args:
+            layer: name of the module.
+            x: float32.
+            transposed: which of the two.
+
+        Raises:
+            RequestError: the engine does not show the weight.
+        """
+        del x, transposed
         raise RequestError(f"the weight of {layer} cannot be read from {self.name}.")
 
     @abstractmethod

@@ -14,7 +14,7 @@ from tezo.forward.engine import HEAD, LayerInputs
 from tezo.system.errors import RequestError
 
 HEAD_BYTES = 1 << 27
-"""Bytes of outputs that are computed at a time to read the rows of a layer."""
+"""Bytes of outputs that are computed at a time to read rows of the head."""
 
 
 class Watcher:
@@ -156,26 +156,25 @@ def are_averaged(places: Places) -> bool:
     return bool((places.stop_P > 0).all())
 
 
-def layer_rows(model: nn.Module, layer: str, rows_X: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns rows of a layer's weight (X, I), its trained change included, and their bias (X,): float32, on the CPU.
+def head_rows(model: nn.Module, rows_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns rows of the output head (X, D), their trained change included, and their bias (X,): float32, on the CPU.
 
-    They are the outputs for unit vectors of the size, type and device of `like` (..., I), which may have no entries.
+    They are the outputs for unit vectors of the size, type and device of `like` (..., D), which may have no entries.
 
     Args:
         model: the model.
-        layer: name of the module, or `HEAD`.
-        rows_X: which rows; None: all.
-        like: inputs of the layer.
+        rows_X: which rows.
+        like: inputs of the head.
 
     Raises:
         RequestError: the model has no head.
     """
-    module = output_head(model) if layer == HEAD else model.get_submodule(layer)
-    if module is None:
+    head = output_head(model)
+    if head is None:
         raise RequestError(f"{type(model).__name__} has no output head whose rows can be read; give another model.")
-    eye_II = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-    bias_O = module(torch.zeros_like(eye_II[:1]))[0]
-    own_X = slice(None) if rows_X is None else rows_X.to(bias_O.device)
-    parts = torch.split(eye_II, max(1, HEAD_BYTES // (4 * len(bias_O))))
-    found_XI = torch.cat([(module(part) - bias_O)[:, own_X].float().cpu() for part in parts]).T
-    return found_XI, bias_O[own_X].float().cpu()
+    eye_DD = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    bias_V = head(torch.zeros_like(eye_DD[:1]))[0]
+    own_X = rows_X.to(bias_V.device)
+    parts = torch.split(eye_DD, max(1, HEAD_BYTES // (4 * len(bias_V))))
+    found_XD = torch.cat([(head(part) - bias_V)[:, own_X].float().cpu() for part in parts]).T
+    return found_XD, bias_V[own_X].float().cpu()

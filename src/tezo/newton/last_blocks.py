@@ -1,8 +1,8 @@
 """The last blocks of a decoder as a function of each token alone, rebuilt from the inputs of their layers.
 
-A pass shows the inputs of linear layers at P places, and their weights can be read. Attention and an MLP add their
-outputs y to the residual stream h, and a norm n = w * h / |h| (root mean square) stands before each and before the
-head. So the stream before the first of these blocks, h_0, and behind the last one, h_1, are
+A pass shows the inputs of linear layers at P places, and each layer can be computed alone. Attention and an MLP add
+their outputs y to the residual stream h, and a norm n = w * h / |h| (root mean square) stands before each and before
+the head. So the stream before the first of these blocks, h_0, and behind the last one, h_1, are
 
     h_1 - h_0 = S, the sum of all y,   h_1 = r_1 v_1 n_1,   h_0 = r_0 v_0 n_0,
 
@@ -19,7 +19,6 @@ of the head follow as a function of the factors. In the model the outputs of att
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +26,12 @@ from torch.nn import functional
 
 from tezo.directions.bases.basis import input_size, output_size
 from tezo.directions.targets import Target
+from tezo.forward.layers import Layer
 
 SWEEPS = 40
 """Rounds of alternating least squares, each over all places and then over all coordinates."""
 CLOSE = 0.1
 """Largest part of what is rebuilt that may be missed. Engines round the inputs of layers in few bits."""
-WEIGHTS = torch.bfloat16
-"""Type in which weights of rebuilt blocks are kept."""
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: tuple[Activation, ...] = (
@@ -47,8 +45,8 @@ ACTIVATIONS: tuple[Activation, ...] = (
 
 Factors = Mapping[str, tuple[Tensor, Tensor]]
 """Name of a layer -> (U (D, r), V (I, r))."""
-Affine = tuple[Tensor, Tensor]
-"""Weight (O, I) and bias (O,) of a linear layer, float32."""
+LayerOf = Callable[[Target], Layer]
+"""Returns a layer as a function."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +72,30 @@ class Mlp:
 
     Attributes:
         norm_D: weights of the norm before it.
-        gate, up: layers before f and beside it; None: there is none beside it.
+        readers: layers that compute x_1 and x_2 of its inputs.
+        order: number of x_1 among what they compute, then that of x_2, if there is one.
         last: the layer that writes to the stream.
         activation: f.
     """
 
     norm_D: Tensor
-    gate: Affine
-    up: Affine | None
-    last: Affine
+    readers: Sequence[Layer]
+    order: Sequence[int]
+    last: Layer
     activation: Activation
 
     def inside(self, h_PD: Tensor) -> Tensor:
         """Returns the inputs of the last layer, (P, I)."""
         n_PD = self.norm_D * normalised(h_PD)
-        a_PI = self.activation(product(n_PD, self.gate))
-        return a_PI if self.up is None else a_PI * product(n_PD, self.up)
+        return gated([reader(n_PD) for reader in self.readers], self.order, self.activation)
+
+
+def gated(outputs: Sequence[Tensor], order: Sequence[int], activation: Activation) -> Tensor:
+    """Returns f(x_1) x_2 or f(x_1), of the outputs (P, O) of the readers of an MLP; one may compute both at once."""
+    if len(outputs) < len(order):
+        outputs = outputs[0].chunk(2, 1)
+    first, *beside = (outputs[i] for i in order)
+    return activation(first) if not beside else activation(first) * beside[0]
 
 
 def name_of(target: Target) -> str:
@@ -134,25 +140,6 @@ def _ends(targets: Sequence[Target], i: int, size: int) -> bool:
     return output_size(targets[i]) == size and inside != size and i > 0 and (
         output_size(targets[i - 1]) in (inside, 2 * inside) and _reads(targets[i - 1], size)
     )  # fmt: skip
-
-
-class _Product(torch.autograd.Function):
-    """x W^T, whose derivative by x keeps the weight in its own type."""
-
-    @staticmethod
-    def forward(ctx: Any, x_PI: Tensor, weight_OI: Tensor) -> Tensor:
-        ctx.weight_OI = weight_OI
-        return x_PI @ weight_OI.to(x_PI.dtype).T
-
-    @staticmethod
-    def backward(ctx: Any, g_PO: Tensor) -> tuple[Tensor, None]:
-        return g_PO @ ctx.weight_OI.to(g_PO.dtype), None
-
-
-def product(x_PI: Tensor, layer: Affine) -> Tensor:
-    """Returns W x + b."""
-    found: Tensor = _Product.apply(x_PI, layer[0])  # type: ignore[no-untyped-call]
-    return found + layer[1]
 
 
 def normalised(h_PD: Tensor) -> Tensor:
@@ -208,7 +195,7 @@ class LastBlocks:
         blocks: their layers.
         inputs: module name -> inputs of the layer, (P, I): of `watched`.
         n_PD: inputs of the head.
-        weights: reads the weight and the bias of a layer.
+        layer_of: returns a layer as a function.
 
     Attributes:
         size: root mean square of the stream behind the last block.
@@ -222,22 +209,20 @@ class LastBlocks:
         blocks: Sequence[Block],
         inputs: Mapping[str, Tensor],
         n_PD: Tensor,
-        weights: Callable[[Target], Affine],
+        layer_of: LayerOf,
     ) -> None:
         self._blocks = blocks
-        self._writers, added = dict[str, Affine](), dict[str, Tensor]()
-        for block in blocks:
-            for target in (block.attention, block.mlp):
-                layer = weights(target)  # one at a time in float32
-                added[target.name] = inputs[name_of(target)] @ layer[0].T + layer[1]
-                self._writers[target.name] = _kept(layer)
+        self._writers = {t.name: layer_of(t) for block in blocks for t in (block.attention, block.mlp)}
+        added = {
+            t.name: self._writers[t.name](inputs[name_of(t)]) for block in blocks for t in (block.attention, block.mlp)
+        }
         total_PD = torch.stack([*added.values()]).sum(0)
         h_1_PD, self._by_2D = ends_of_stream(n_PD, inputs[name_of(blocks[0].entrance)], total_PD)
         h_PD, self.size = (h_1_PD - total_PD).float(), float(h_1_PD.square().mean().sqrt())
         self._mlps: list[Mlp] = []
         for block in blocks:
             h_PD = h_PD + added[block.attention.name]
-            self._mlps.append(_mlp(block, h_PD, inputs, weights, self._writers[block.mlp.name]))
+            self._mlps.append(_mlp(block, h_PD, inputs, layer_of, self._writers[block.mlp.name]))
             h_PD = h_PD + added[block.mlp.name]
         self._norm_D = _norm(h_PD, n_PD)
 
@@ -256,20 +241,17 @@ class LastBlocks:
             factors: of layers that write to the stream.
 
         Raises:
-            NotRebuiltError: these places do not follow from the blocks.
+            NotRebuiltError: the outputs of the blocks do not sum up to the stream.
         """
         total_PD, attention = torch.zeros_like(n_PD), []
         for block in self._blocks:
             x_PI = inputs[name_of(block.attention)]
-            attention.append((x_PI, product(x_PI, self._writers[block.attention.name])))
-            total_PD += attention[-1][1] + product(inputs[name_of(block.mlp)], self._writers[block.mlp.name])
+            attention.append((x_PI, self._writers[block.attention.name](x_PI)))
+            total_PD += attention[-1][1] + self._writers[block.mlp.name](inputs[name_of(block.mlp)])
             for target in (block.attention, block.mlp):
                 total_PD += _beside(inputs[name_of(target)], factors.get(target.name))
         h_1_PD, _ = ends_of_stream(n_PD, inputs[name_of(self._blocks[0].entrance)], total_PD, self._by_2D)
-        found = Stream(self._blocks, self._mlps, self._norm_D, (h_1_PD - total_PD).float(), attention)
-        if missed(found.of(factors), n_PD) > CLOSE:
-            raise NotRebuiltError("what is rebuilt differs from the inputs of the head")
-        return found
+        return Stream(self._blocks, self._mlps, self._norm_D, (h_1_PD - total_PD).float(), attention, n_PD)
 
 
 @dataclass(frozen=True)
@@ -282,6 +264,7 @@ class Stream:
         norm_D: weights of the norm before the head.
         start_PD: the stream before the first block.
         attention: of each block, inputs (P, I) and outputs (P, D) of the layer by which it writes, without factors.
+        head_PD: inputs of the head, in the pass that showed all this.
     """
 
     blocks: Sequence[Block]
@@ -289,6 +272,7 @@ class Stream:
     norm_D: Tensor
     start_PD: Tensor
     attention: Sequence[tuple[Tensor, Tensor]]
+    head_PD: Tensor
 
     def of(self, factors: Factors) -> Tensor:
         """Returns the inputs of the head, (P, D), with U V^T beside these layers."""
@@ -296,8 +280,19 @@ class Stream:
         for block, (x_PI, y_PD), mlp in zip(self.blocks, self.attention, self.mlps, strict=True):
             h_PD = h_PD + y_PD + _beside(x_PI, factors.get(block.attention.name))
             a_PI = mlp.inside(h_PD)
-            h_PD = h_PD + product(a_PI, mlp.last) + _beside(a_PI, factors.get(block.mlp.name))
+            h_PD = h_PD + mlp.last(a_PI) + _beside(a_PI, factors.get(block.mlp.name))
         return self.norm_D * normalised(h_PD)
+
+    def of_pass(self, factors: Factors) -> Tensor:
+        """Returns the same with the factors that the pass had.
+
+        Raises:
+            NotRebuiltError: it is not what the head had.
+        """
+        found_PD = self.of(factors)
+        if missed(found_PD.detach(), self.head_PD) > CLOSE:
+            raise NotRebuiltError("what is rebuilt differs from the inputs of the head")
+        return found_PD
 
 
 def _beside(x_PI: Tensor, factors: tuple[Tensor, Tensor] | None) -> Tensor | float:
@@ -318,29 +313,20 @@ def _norm(h_PD: Tensor, n_PD: Tensor) -> Tensor:
     return norm_D
 
 
-def _mlp(
-    block: Block, h_PD: Tensor, inputs: Mapping[str, Tensor], weights: Callable[[Target], Affine], last: Affine
-) -> Mlp:
+def _mlp(block: Block, h_PD: Tensor, inputs: Mapping[str, Tensor], layer_of: LayerOf, last: Layer) -> Mlp:
     """Returns the MLP that leads from the stream to the inputs of its last layer."""
     n_PD, a_PI = inputs[name_of(block.readers[0])], inputs[name_of(block.mlp)]
-    norm_D, readers = _norm(h_PD, n_PD), [weights(reader) for reader in block.readers]
-    if len(readers) == 1 and len(readers[0][1]) == 2 * a_PI.shape[1]:  # both in one layer
-        weight_OI, bias_O = readers[0]
-        readers = [*zip(weight_OI.chunk(2), bias_O.chunk(2), strict=True)]
-    elif len({len(bias_O) for _, bias_O in readers} | {a_PI.shape[1]}) > 1:
+    norm_D, readers = _norm(h_PD, n_PD), [layer_of(reader) for reader in block.readers]
+    outputs = [reader(n_PD) for reader in readers]
+    count = sum(x_PO.shape[1] for x_PO in outputs) // a_PI.shape[1]
+    if len(outputs) > 1 and {x_PO.shape[1] for x_PO in outputs} != {a_PI.shape[1]}:
         raise NotRebuiltError("an MLP has layers of other sizes")
-    outputs = [n_PD @ weight_OI.T + bias_O for weight_OI, bias_O in readers]
     tried = [
-        (missed(activation(outputs[order[0]]) * (outputs[order[1]] if len(order) > 1 else 1), a_PI), order, activation)
-        for order in permutations(range(len(readers)))
+        (missed(gated(outputs, order, activation), a_PI), order, activation)
+        for order in permutations(range(count))
         for activation in ACTIVATIONS
     ]
     miss, order, activation = min(tried, key=lambda one: one[0])
     if miss > CLOSE:
         raise NotRebuiltError("no known activation leads through an MLP")
-    gate, *up = [_kept(readers[i]) for i in order]
-    return Mlp(norm_D, gate, up[0] if up else None, last, activation)
-
-
-def _kept(layer: Affine) -> Affine:
-    return layer[0].to(WEIGHTS), layer[1]
+    return Mlp(norm_D, readers, order, last, activation)

@@ -51,7 +51,7 @@ from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.newton.labels import Layout, common, is_biased, regress
 from tezo.newton.last_blocks import NotRebuiltError, name_of
 from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, finite
-from tezo.newton.sweep import BATCHES, ROWS, blocks_to_sweep, sweep, swept_bytes
+from tezo.newton.sweep import BATCHES, ROWS, blocks_to_sweep, sweep
 from tezo.newton.text import Pair, Seen, fit_text
 from tezo.optim.closures import RowOutputs
 from tezo.system.errors import RequestError
@@ -202,8 +202,7 @@ class ErrorBasis(DataBasis[Look]):
         if not targets:
             return 0
         layers = may_change(targets)
-        labelled = rows_to_record(layers, targets, MOST_LABELLED) * _row_bytes(layers)
-        return max(labelled, swept_bytes(targets, layers[-1]))
+        return rows_to_record(layers, targets, MOST_LABELLED) * _row_bytes(layers)
 
     def read(self, stored: StoredTensors) -> Look:
         return Look.from_tensors(stored, [target.name for target in self._targets])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tezo.directions.bases.basis import DataBasis, Source, StoredTensors, output_size
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
-from tezo.newton.last_blocks import WEIGHTS, NotRebuiltError, last_blocks
+from tezo.newton.last_blocks import NotRebuiltError, last_blocks
 from tezo.newton.look import LEAST_BLOCK_BYTES, Look, look_along_one
 from tezo.newton.sweep import Sweep, blocks_to_sweep, learning_blocks
 from tezo.optim.closures import Answers, Closure, RowAnswers, RowOutputs
@@ -113,11 +113,6 @@ class AnswerBasis(DataBasis[Look]):
 
     def computes_again(self, source: Source) -> bool:
         return source.answers is not None  # a run that was killed before the step has logged none of its answers
-
-    def collecting_bytes(self, targets: Sequence[Target], ranks: Mapping[str, int]) -> int:
-        del ranks
-        # beside these layers the two that lead to the last one of an MLP are kept, of its size
-        return 3 * WEIGHTS.itemsize * sum(target.shape.numel() for target in targets)
 
     def read(self, stored: StoredTensors) -> Look:
         return Look.from_tensors(stored, [target.name for target in self._targets])

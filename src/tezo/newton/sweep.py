@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from tezo.directions.bases.basis import input_size, output_size
 from tezo.directions.random import normal
 from tezo.directions.targets import Target
+from tezo.forward.layers import Layer
 from tezo.forward.perturbed_parameter import open_on
-from tezo.newton.last_blocks import WEIGHTS, Affine, Block, Factors, LastBlocks, last_blocks, name_of
+from tezo.newton.last_blocks import Block, Factors, LastBlocks, LayerOf, last_blocks, name_of
 from tezo.newton.text import Pair, Seen, readout
 from tezo.optim.closures import RowOutputs
 from tezo.system.progress import tracked
@@ -50,19 +51,13 @@ def blocks_to_sweep(targets: Sequence[Target], last: Target, rows: RowOutputs, b
         targets: all linear layers, in the order of the model.
         last: the last one that is tuned.
         rows: a batch.
-        budget: bytes that the inputs and weights of blocks may take.
+        budget: bytes that the inputs of the layers of blocks may take.
     """
     places = sum(len(each.place_P) for each in rows.places() if each is not None)
     found = last_blocks(targets, output_size(last))
-    sizes = [sum(4 * places * input_size(t) + _weight_bytes(t) for t in _layers(block)) for block in found]
+    sizes = [sum(4 * places * input_size(t) for t in _layers(block)) for block in found]
     most = min(len(learning_blocks(found)), budget // max(sizes, default=1))
     return found[len(found) - most :]
-
-
-def swept_bytes(targets: Sequence[Target], last: Target) -> int:
-    """Returns the bytes of the weights that a sweep keeps, beside the inputs of layers, which depend on the rows."""
-    found = last_blocks(targets, output_size(last))
-    return sum(_weight_bytes(t) for block in learning_blocks(found) for t in _layers(block))
 
 
 def learning_blocks(blocks: Sequence[Block]) -> Sequence[Block]:
@@ -72,10 +67,6 @@ def learning_blocks(blocks: Sequence[Block]) -> Sequence[Block]:
 
 def _layers(block: Block) -> list[Target]:
     return [block.attention, *block.readers, block.mlp]
-
-
-def _weight_bytes(target: Target) -> int:
-    return WEIGHTS.itemsize * target.shape.numel()
 
 
 @contextmanager
@@ -140,14 +131,14 @@ class Sweep:
         self.calls += len(rows.places())
         inputs = {name: seen.inputs(name) for name in self._layers}
         if self._rebuilt is None:
-            self._rebuilt = LastBlocks(self._blocks, inputs, seen.head_inputs, _weights(self._model, seen))
+            self._rebuilt = LastBlocks(self._blocks, inputs, seen.head_inputs, _layers_of(self._model, seen))
             self._adam = _adam(self._factors, self._rebuilt.size)
             self._rates = torch.optim.lr_scheduler.LambdaLR(self._adam, self._rate)
         stream = self._rebuilt.seen(inputs, seen.head_inputs, self._factors)
         text = readout(self._model, self._target, [seen])
         weight_P = None if weight_E is None else weight_E.float()[seen.examples]
         with torch.enable_grad():
-            loss = text.loss(stream.of(self._factors), torch.arange(len(seen.tokens)), weight_P)
+            loss = text.loss(stream.of_pass(self._factors), torch.arange(len(seen.tokens)), weight_P)
             gradients = torch.autograd.grad(loss, self._every)
         for factor, gradient in zip(self._every, gradients, strict=True):
             factor.grad = gradient
@@ -199,11 +190,10 @@ def _adam(factors: Factors, size: float) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups)
 
 
-def _weights(model: nn.Module, seen: Seen) -> Callable[[Target], Affine]:
-    """Returns a function that reads the weight and the bias of a layer."""
+def _layers_of(model: nn.Module, seen: Seen) -> LayerOf:
+    """Returns a function that returns a layer of the model, as these rows are passed through it."""
 
-    def weights(layer: Target) -> tuple[Tensor, Tensor]:
-        like = seen.record.like.new_zeros(0, input_size(layer))
-        return seen.rows.layer_rows(model, name_of(layer), None, like)
+    def layer_of(target: Target) -> Layer:
+        return seen.rows.layer(model, name_of(target), input_size(target), seen.record.like)
 
-    return weights
+    return layer_of

@@ -247,7 +247,7 @@ def readout(model: nn.Module, target: Target, seen: Sequence[Seen]) -> "Text":
         raise _not_added(target)
     tokens_PK = torch.cat([each.tokens for each in seen])
     tokens_C, vocabulary = tokens_of(tokens_PK), int(head.out_features)  # type: ignore[arg-type]
-    weight_XD, bias_X = first.rows.layer_rows(model, HEAD, with_others(tokens_C, vocabulary), first.record.like)
+    weight_XD, bias_X = first.rows.head_rows(model, with_others(tokens_C, vocabulary), first.record.like)
     h_PD, said_PK = torch.cat([each.head_inputs for each in seen]), torch.cat([each.log_probs for each in seen])
     return Text(h_PD, (weight_XD, bias_X), tokens_C, tokens_PK, said_PK)
 

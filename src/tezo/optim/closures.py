@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from tezo.directions.outputs import Outputs, Places
-from tezo.forward.watching import Watcher, hooked, layer_rows
+from tezo.forward.layers import Layer, layer_in_torch
+from tezo.forward.watching import Watcher, head_rows, hooked
 
 Closure = Callable[[], Tensor | float]
 
@@ -113,19 +114,32 @@ class RowOutputs(Losses):
         """While open, a watcher looks into the passes of `outputs`, which are passes of this model."""
         return hooked(model, watcher, self.places())
 
-    def layer_rows(self, model: nn.Module, layer: str, rows_X: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns rows of a layer's weight (X, I), its trained change included, and their bias (X,): float32.
+    def head_rows(self, model: nn.Module, rows_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows of the output head (X, D), their trained change included, and their bias (X,): float32.
 
         Args:
             model: the model.
-            layer: name of the module, or `tezo.forward.engine.HEAD`.
-            rows_X: which rows; None: all.
-            like: inputs of the layer, (..., I).
+            rows_X: which rows.
+            like: inputs of the head, (..., D).
 
         Raises:
             RequestError: they cannot be read.
         """
-        return layer_rows(model, layer, rows_X, like)
+        return head_rows(model, rows_X, like)
+
+    def layer(self, model: nn.Module, name: str, inputs: int, like: Tensor) -> Layer:
+        """Returns a linear layer of the model, its trained change included, to be computed outside of a pass.
+
+        Args:
+            model: the model.
+            name: of the module.
+            inputs: size of its inputs.
+            like: a tensor of the type and on the device of its inputs.
+
+        Raises:
+            RequestError: it cannot be read.
+        """
+        return layer_in_torch(model.get_submodule(name), inputs, like)
 
     def outputs_of(self, copies: int, like: Outputs | None = None) -> list[Outputs]:
         """Returns the outputs of each of `copies` models, more than one only where `most_copies` allows it.

@@ -30,6 +30,8 @@ GENERATED_AT_ONCE = 4096
 """Tokens of texts that are continued side by side, or one text."""
 LISTED_TOKENS = 4
 """Tokens of the pass that lists layers. A recurrent state has another graph for one token."""
+UNPACKED_AT_ONCE = 1 << 22
+"""Values of a weight that are unpacked at a time for a product: 16 MB."""
 BLOCK = "blk."
 """How the names of the weights inside of the model begin."""
 
@@ -128,18 +130,38 @@ class LlamaCpp(Engine):
         assert at_PI is not None
         return at_PI[[number[tuple(text)] for text in texts]]
 
-    def layer_rows(self, layer: str, rows_X: Tensor | None) -> tuple[Tensor, Tensor]:
-        name, header = self._known(layer), GgufHeader(self._model.path)
+    def head_rows(self, rows_X: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rows(HEAD, rows_X)
+
+    def product(self, layer: str, x: Tensor, transposed: bool) -> Tensor:
+        order_O, width = self._order(layer), self.layers[self._known(layer)].inputs
+        found = x.new_zeros(len(x), width if transposed else len(order_O))
+        for outputs in torch.split(torch.arange(len(order_O)), max(1, UNPACKED_AT_ONCE // width)):
+            weight_XI, bias_X = self._rows(layer, order_O[outputs])
+            if transposed:
+                found += x[:, outputs] @ weight_XI
+            else:
+                found[:, outputs] = x @ weight_XI.T + bias_X
+        return found
+
+    def _order(self, layer: str) -> Tensor:
+        """Returns the place of each row of a layer in the file, (O,): rows may have another order there."""
+        every_O = torch.arange(self.layers[self._known(layer)].outputs)
+        return self._names.to_gguf(layer, every_O.unsqueeze(1)).squeeze(1).argsort()
+
+    def _rows(self, layer: str, stored_X: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows of a weight by their places in the file, (X, I), and their bias (X,), float32."""
+        name, header, numbers_X = self._known(layer), self._header, stored_X.numpy()
         outputs = self.layers[name].outputs
-        every = torch.arange(outputs)
-        if layer != HEAD:  # rows may be in another order in the file
-            every = self._names.to_gguf(layer, every.unsqueeze(1)).squeeze(1).argsort()
-        stored_X = (every if rows_X is None else every[rows_X]).numpy()
-        weight_XI = torch.from_numpy(rows_of(header, name, stored_X, outputs))
+        weight_XI = torch.from_numpy(rows_of(header, name, numbers_X, outputs))
         bias = name.removesuffix(WEIGHT) + ".bias"
         if bias not in header.tensors:
-            return weight_XI, torch.zeros(len(stored_X))
-        return weight_XI, torch.from_numpy(rows_of(header, bias, stored_X, outputs))[:, 0]
+            return weight_XI, torch.zeros(len(numbers_X))
+        return weight_XI, torch.from_numpy(rows_of(header, bias, numbers_X, outputs))[:, 0]
+
+    @cached_property
+    def _header(self) -> GgufHeader:
+        return GgufHeader(self._model.path)
 
     def generate(
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing

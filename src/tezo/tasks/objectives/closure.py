@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.directions.outputs import Outputs, Places, joined
+from tezo.forward.layers import Layer
 from tezo.forward.watching import Watcher
 from tezo.optim.closures import RowLosses, RowOutputs
 from tezo.tasks.objectives.batch import Batch
@@ -224,5 +225,8 @@ class BatchClosure(RowLosses, RowOutputs):
     def watching(self, model: Any, watcher: Watcher) -> AbstractContextManager[None]:
         return self.evaluator.watching(model, watcher, self.places())
 
-    def layer_rows(self, model: Any, layer: str, rows_X: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-        return self.evaluator.layer_rows(model, layer, rows_X, like)
+    def head_rows(self, model: Any, rows_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        return self.evaluator.head_rows(model, rows_X, like)
+
+    def layer(self, model: Any, name: str, inputs: int, like: Tensor) -> Layer:
+        return self.evaluator.layer(model, name, inputs, like)

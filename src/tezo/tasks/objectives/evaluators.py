@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tezo.directions.outputs import Places
 from tezo.forward.engine import Continuing, Named
-from tezo.forward.watching import Watcher, hooked, layer_rows
+from tezo.forward.layers import Layer, layer_in_torch
+from tezo.forward.watching import Watcher, head_rows, hooked
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.batch import Batch
 
@@ -77,9 +78,13 @@ class Evaluator(ABC):
         """While open, a watcher looks into the passes, which have these places one after another."""
         return hooked(model, watcher, places)
 
-    def layer_rows(self, model: Any, layer: str, rows_X: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RowOutputs.layer_rows`."""
-        return layer_rows(model, layer, rows_X, like)
+    def head_rows(self, model: Any, rows_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RowOutputs.head_rows`."""
+        return head_rows(model, rows_X, like)
+
+    def layer(self, model: Any, name: str, inputs: int, like: Tensor) -> Layer:
+        """See `RowOutputs.layer`."""
+        return layer_in_torch(model.get_submodule(name), inputs, like)
 
 
 class TextEvaluator(Evaluator):

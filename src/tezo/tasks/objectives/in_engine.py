@@ -25,6 +25,7 @@ from tezo.forward.engine import (
     Watch,
     changes_of,
 )
+from tezo.forward.layers import Layer, layer_of
 from tezo.forward.watching import PassPlaces, Watcher, are_averaged
 from tezo.models.lora import attached_to
 from tezo.system.progress import current
@@ -68,14 +69,22 @@ class CausalInEngine(TextEvaluator):
         finally:
             self._watching = None
 
-    def layer_rows(self, model: Any, layer: str, rows_X: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-        del like
-        weight_XI, bias_X = self._engine.layer_rows(layer, rows_X)
-        change = changes_of(model, 1)[0].get(layer)
-        if change is not None:
-            a_RI, b_OR = change
-            weight_XI = weight_XI + (b_OR if rows_X is None else b_OR[rows_X]) @ a_RI
-        return weight_XI, bias_X
+    def head_rows(self, model: Any, rows_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        del model, like  # the head is no layer that an engine tunes
+        return self._engine.head_rows(rows_X)
+
+    def layer(self, model: Any, name: str, inputs: int, like: Tensor) -> Layer:
+        del inputs, like
+
+        def outputs(x_PI: Tensor) -> Tensor:
+            change, found = changes_of(model, 1)[0].get(name), self._engine.product(name, x_PI, False)
+            return found if change is None else found + (x_PI @ change[0].T) @ change[1].T
+
+        def transposed(g_PO: Tensor) -> Tensor:
+            change, found = changes_of(model, 1)[0].get(name), self._engine.product(name, g_PO, True)
+            return found if change is None else found + (g_PO @ change[1]) @ change[0]
+
+        return layer_of(outputs, transposed)
 
     def in_torch(self) -> TextEvaluator:
         return CausalInTorch()

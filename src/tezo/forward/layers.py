@@ -1,0 +1,67 @@
+"""Products by the weights of layers outside of a pass, and their derivatives, without a copy of the weights.
+
+y = W x + b and, for the derivative g of a loss by y, W^T g are computed by whoever holds W: a module of torch, in its
+own type, or an engine. Nothing of W is kept between the two, so that a model whose layers are read from a file for
+each forward needs no more memory here than there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Layer = Callable[[Tensor], Tensor]
+"""x (P, I) -> W x + b (P, O), float32 on the CPU, with a derivative by x."""
+
+
+class _Product(torch.autograd.Function):
+    """W x + b by one function; W^T g by another."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PI: Tensor, outputs: Layer, transposed: Layer) -> Tensor:
+        ctx.transposed = transposed
+        return outputs(x_PI)
+
+    @staticmethod
+    def backward(ctx: Any, g_PO: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transposed(g_PO), None, None
+
+
+def layer_of(outputs: Layer, transposed: Layer) -> Layer:
+    """Returns a layer.
+
+    Args:
+        outputs: x (P, I) -> W x + b (P, O).
+        transposed: g (P, O) -> W^T g (P, I).
+    """
+
+    def layer(x_PI: Tensor) -> Tensor:
+        found: Tensor = _Product.apply(x_PI, outputs, transposed)  # type: ignore[no-untyped-call]
+        return found
+
+    return layer
+
+
+def layer_in_torch(module: nn.Module, inputs: int, like: Tensor) -> Layer:
+    """Returns a linear module as a layer, its trained change included.
+
+    Args:
+        module: the module.
+        inputs: I.
+        like: a tensor of the type and on the device of its inputs.
+    """
+
+    def outputs(x_PI: Tensor) -> Tensor:
+        found: Tensor = module(x_PI.to(like))
+        return found.float().cpu()
+
+    def transposed(g_PO: Tensor) -> Tensor:
+        size = g_PO.abs().max().clamp_min(torch.finfo(g_PO.dtype).tiny)  # float16 has no small numbers
+        with torch.enable_grad():
+            x_PI = like.new_zeros(len(g_PO), inputs, requires_grad=True)
+            found = module(x_PI)
+        (g_PI,) = torch.autograd.grad(found, x_PI, (g_PO / size).to(found))
+        return g_PI.float().cpu() * size
+
+    return layer_of(outputs, transposed)
