@@ -250,4 +250,4 @@ def test_the_range_finders_of_a_basis_that_sees_data_are_forecast(home, monkeypa
     assert said.collecting == sum(tensor.nbytes for tensor in tensors) > 0
     optimizer.close()
     looking = {forecast.method for forecast in forecasts(model) if forecast.collecting}
-    assert looking == {"head-feedback", "gauss-newton", "es", "policy-gradient"}
+    assert looking == {"head-feedback", "gauss-newton", "es"}
