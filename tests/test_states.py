@@ -196,6 +196,13 @@ def test_files_of_states_are_removed_whoever_asked(standin, engine, monkeypatch)
     assert not any(standin.states.iterdir())
 
 
+def test_files_that_programs_leave_are_said_once(standin, engine, caplog):
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert engine.serve([{}], lambda named: named.base_url) == [f"{standin.url}/v1"]
+    assert caplog.text.count(f"writes a file into {standin.states}") == 1
+
+
 def test_a_layer_is_seen_only_where_a_state_stands_behind_it(home, standin):
     standin.blocks = (0,)
     alone = load(ModelConfig(name=str(home / "card"), engine=standin.url)).engine

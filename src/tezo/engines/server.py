@@ -168,6 +168,7 @@ class Server(Engine):
         )
         self._base = next(each.name for each in models if each.parent is None)
         self._check_same()
+        self._has_warned = False
         self._states_file = again(lambda: self._client.states_file(self._base, self._text))
         self.check_changes()
 
@@ -270,6 +271,13 @@ class Server(Engine):
                 raise EngineLostError(f"model.engine: the server at {self._client.address} was started anew.")
             return found
 
+        if self._states_file is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The server at %s writes a file into %s for each prompt that a program asks, and nobody removes them; "
+                "start it without --kv-transfer-config, or name a second server beside it, which programs then ask.",
+                self._client.address, self._states_file.path.parent,
+            )  # fmt: skip
         with contextlib.ExitStack() as files:
             return self._under_each([files.enter_context(self._folder(change)) for change in changes], asked)
 
