@@ -2,7 +2,7 @@
 
     python benchmarks/engine_runs.py --shared FOLDER [--only PART ...] [--out benchmarks/results]
 
-`tezo train` with nothing set: rounds of `gauss-newton` on 192 rows, with 64 dev and 192 test rows, of at most 110
+`tezo train` with nothing set: rounds of `gauss-newton` on 192 rows, with 64 dev and 480 test rows, of at most 110
 characters. Files in F32, F16 and Q8_0 are made of the embedded file's unpacked weights. Each run is a process of its
 own. Writes engine_runs.json after each, and leaves out those that it has.
 """
@@ -20,7 +20,7 @@ from engines import MODEL, gguf_files
 from real_model import rows_of
 from tezo_studies.bench.result_files import commit
 
-ROWS = {"train": 192, "dev": 64, "test": 192}
+ROWS = {"train": 192, "dev": 64, "test": 480}
 KEPT = ("before", "after", "untuned", "dev_loss_before", "dev_loss", "phases", "peak_memory", "kept_step", "verdict",
         "hardware", "versions")  # fmt: skip
 
