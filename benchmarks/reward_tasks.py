@@ -54,6 +54,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "policy-gradient": {},
     "es by default": {},
     "es": EQUAL | {"steps": 60, "weight_decay": 0.02},
+    "es of 20 steps": EQUAL | {"steps": 20, "weight_decay": 0.02},
     "es without decay": EQUAL | {"steps": 60, "weight_decay": 0.0},
     "es of 15 steps without decay": EQUAL | {"steps": 15, "weight_decay": 0.0},
     "es without decay at a constant rate": EQUAL | {"steps": 60, "weight_decay": 0.0, "schedule": "constant"},
