@@ -21,6 +21,7 @@ from torch import nn
 from tezo.directions.random import DrawKey
 from tezo.directions.ranks import significant_rank
 from tezo.directions.targets import is_packed, matrix_of, select_targets
+from tezo.forward.layers import layer_in_torch
 from tezo.forward.perturbed_parameter import Shift
 from tezo.methods import METHODS
 from tezo.methods.mezo import mezo
@@ -80,6 +81,19 @@ def test_a_direction_adds_x_times_its_transpose_to_a_packed_layer(home, form):
         moving.set_perturbations([])
         assert torch.allclose(added, 0.1 * x @ right_NR @ left_MR.T, atol=1e-5), name
         assert torch.equal(module(x), before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_outside_of_a_pass_is_of_the_packed_values(home, form):
+    """And so is its derivative, which free text takes."""
+    for target in select_targets(load_model(str(home / "opt"), quantization=form).model):
+        matrix_OI, module = matrix_of(target).float(), target.sites[0].module
+        outputs, inputs = matrix_OI.shape
+        x_PI, g_PO = torch.randn(5, inputs, requires_grad=True), torch.randn(5, outputs)
+        found = layer_in_torch(module, inputs, x_PI[:0].detach())(x_PI)
+        assert torch.equal(found, module(x_PI.detach()))
+        (found_PI,) = torch.autograd.grad(found, x_PI, g_PO)
+        assert torch.allclose(found_PI, g_PO @ matrix_OI, rtol=1e-3, atol=1e-4), target.name
 
 
 @pytest.mark.thinned
