@@ -187,9 +187,12 @@ def test_a_run_that_keeps_outputs_ends_there_too(home, standin, tmp_path):
 @pytest.mark.parametrize("name", ["log-probability -inf", *more("log-probability True", "answers to other prompts")])
 def test_a_run_that_is_lied_to_once_has_the_bits_of_an_honest_one(home, standin, honest, tmp_path, name):
     standin.lying(OF_PROMPTS[name], 1, honest=honest[1] // 2)
-    train(request(home, standin.url), tmp_path / "run")
+    summary = train(request(home, standin.url), tmp_path / "run")
     assert not standin.lies
     check_same_bits(tmp_path / "run", honest[0])
+    said = [text for text in summary["notices"] if "asked once more" in text]
+    assert len(said) == 1 and standin.url in said[0]
+    assert "once more" not in (honest[0] / "summary.json").read_text()
 
 
 @pytest.mark.parametrize("name", ["log-probability 0.5", *more("tokens shifted by a place", "HTML", "status 500")])
@@ -259,8 +262,9 @@ def test_one_of_two_servers_that_begins_to_ignore_adapters_is_named(home, standi
 
 
 def test_changes_that_are_rounded_away_are_said_and_not_taken_for_ignored(home, standin, tmp_path, caplog):
-    train(request(home, standin.url, rho=1e-12), tmp_path / "run")
-    assert sum("method.rho is too small" in text for text in caplog.messages) == 1
+    summary = train(request(home, standin.url, rho=1e-12), tmp_path / "run")
+    for texts in (caplog.messages, summary["notices"]):
+        assert sum("method.rho is too small" in text for text in texts) == 1
 
 
 def test_a_server_that_is_not_there_is_named_before_the_model_is_read(home, standin):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from logging import getLogger
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,7 @@ from tezo.system.progress import (
     showing,
     tracked,
 )
+from tezo.system.warned import warned
 from tezo.training.listeners import Listener
 from tezo.training.loop import train
 from tezo.training.screen import Screen
@@ -537,3 +539,22 @@ def test_what_can_take_long_has_a_name_on_the_screen(home, tmp_path, monkeypatch
         done = tezo(*line)
         assert done.code == 0, done.err
     assert heard == {place: {name} for place, name in HEAVY.items()}
+
+
+def test_warnings_are_kept_from_all_threads_and_shown_once(capsys):
+    logger, root = getLogger("tezo.engines.server"), getLogger()
+    handlers, root.handlers = root.handlers, []  # as where nobody has set up logging
+    try:
+        with warned() as outer, warned() as inner:
+            worker = threading.Thread(target=logger.warning, args=("%s is asked again.", "it"))
+            worker.start()
+            worker.join()
+            logger.warning("it is asked again.")
+            logger.info("it answers.")
+            getLogger("other").warning("nothing of ours")
+    finally:
+        root.handlers = handlers
+    assert [*outer] == [*inner] == ["it is asked again."]
+    assert capsys.readouterr().err == "it is asked again.\n" * 2 + "nothing of ours\n"
+    logger.warning("it is gone.")
+    assert [*outer] == ["it is asked again."]

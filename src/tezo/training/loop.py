@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tezo.system.errors import NonFiniteLossError, NonFiniteResultError, Request
 from tezo.system.files import reading
 from tezo.system.processes import ProcessGroup, join
 from tezo.system.progress import AFTER, BEFORE, BETWEEN, FILES, OBJECTIVE, OPENING, SAVING, STEPS, current, metered
+from tezo.system.warned import warned
 from tezo.tasks.evaluation import Metrics
 from tezo.tasks.rewards import GAPS, RewardRows, ScorerError
 from tezo.tasks.scorers import identity
@@ -91,7 +92,7 @@ def train(
     processes = join()
     output = output.absolute()  # a scorer may change the working folder
     folder = RunFolder(output, writes=processes.is_first)
-    with metered() as meter, meter.telling(listener.working for listener in listeners):
+    with metered() as meter, meter.telling(listener.working for listener in listeners), warned() as said:
         try:
             processes.check_same({"resume": resume, "accept_scorer": accept_scorer, **request_of(config)})
             check_word(config, resume=resume, accept_scorer=accept_scorer)
@@ -128,7 +129,9 @@ def train(
                 )  # trials may be rounded otherwise here
                 processes.check_same(shared_header(job))
                 with Interruption() as interruption:
-                    return Loop(job, folder, listeners, interruption, processes, accept_scorer=accept_scorer).run()
+                    return Loop(
+                        job, folder, listeners, interruption, processes, said, accept_scorer=accept_scorer
+                    ).run()
             except BaseException:
                 if loaded is not None:
                     job.optimizer.close()  # the model is the caller's, and free again
@@ -173,6 +176,7 @@ class Loop:
         listeners: told of everything, in order, after the folder has it.
         interruption: whether the process was asked to end.
         processes: that share the run.
+        said: what the library has warned of, which goes on to grow; the summary has it.
         accept_scorer: whether the run may go on with another scorer than before.
     """
 
@@ -183,10 +187,12 @@ class Loop:
         listeners: Sequence[Listener],
         interruption: Interruption,
         processes: ProcessGroup,
+        said: Iterable[str] = (),
         *,
         accept_scorer: bool = False,
     ) -> None:
         self.job = job
+        self.said = said
         self.accept_scorer = accept_scorer
         self.meter = current()
         self.settings = job.config.train
@@ -517,7 +523,8 @@ class Loop:
             result = save_result(job.config.model, job.loaded, job.optimizer, self.folder.result, tuning)
         first, last = (self.evaluations.answers.get(("test", step), ()) for step in (0, steps))
         answers = compare(self.job.test, first, last)
-        summary = summarize(self.job, outcome, self.processes, result, self.meter.phases)
+        job = replace(job, notices=(*job.notices, *self.said))
+        summary = summarize(job, outcome, self.processes, result, self.meter.phases)
         with self.meter.phase(SAVING):
             self.folder.finish(summary, answers)
         for listener in self.listeners:
