@@ -60,8 +60,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "es without decay at a constant rate": EQUAL | {"steps": 60, "weight_decay": 0.0, "schedule": "constant"},
     "head-feedback": EQUAL | {"steps": 30},
 }
-"""Method -> its settings: with `EQUAL` as many answers in all of one as of the other, for head-feedback scores both
-signs."""
+"""Method -> its settings. es of 60 steps has as many answers as head-feedback, which scores both signs."""
 TRIES = 30
 """Answers of the untuned model of which the best counts."""
 KEYS = {"name", "city"}

@@ -72,13 +72,13 @@ def test_layers_outside_of_a_pass_have_the_trained_change(home):
     x_PI = torch.randn(5, a_RI.shape[1], generator=draw).requires_grad_()
     g_PO = torch.randn(5, b_OR.shape[0], generator=draw)
     wanted_PO = module(x_PI.detach()).float()  # torch reads the weight, which has the change beside it
-    bare_PO = job.objective.evaluator.in_torch().layer(job.model, name, a_RI.shape[1], x_PI[:0])
-    found_PO = closure.layer(job.model, name, a_RI.shape[1], x_PI[:0])(x_PI)
+    in_torch = job.objective.evaluator.in_torch().layer_function(job.model, name, a_RI.shape[1], x_PI[:0])
+    found_PO = closure.layer_function(job.model, name, a_RI.shape[1], x_PI[:0])(x_PI)
     assert (found_PO - wanted_PO).norm() < 1e-3 * (x_PI @ a_RI.T @ b_OR.T).norm()
     with torch.enable_grad():
         grads = [
             torch.autograd.grad(layer(x_PI), x_PI, g_PO)[0]
-            for layer in (closure.layer(job.model, name, a_RI.shape[1], x_PI[:0]), bare_PO)
+            for layer in (closure.layer_function(job.model, name, a_RI.shape[1], x_PI[:0]), in_torch)
         ]
     assert (grads[0] - grads[1]).norm() < 1e-3 * (g_PO @ b_OR @ a_RI).norm() > 0
     job.optimizer.close()

@@ -4,11 +4,13 @@ import random
 
 import pytest
 import torch
+from architectures import makes_models, values, write_model
 from folders import bpe_tokenizer
 from gguf_files import tiny_llama, write_gguf
 
 from tezo.engines.llama_cpp import engine as llama_engine
 from tezo.engines.llama_cpp import load_llama_cpp
+from tezo.engines.llama_cpp.loading import load_by_file
 from tezo.forward.engine import HEAD, Asked, Watch
 from tezo.forward.watching import head_rows
 from tezo.models.kinds import ModelConfig
@@ -182,6 +184,18 @@ def test_products_by_weights_of_layers_are_torchs_in_the_order_of_its_rows(loade
             x_PI.requires_grad_()
             (expected,) = torch.autograd.grad(module(x_PI), x_PI, g_PO)
         close(loaded.engine.product(name, g_PO, True), expected)
+
+
+@pytest.mark.skipif(not makes_models(), reason="this llama.cpp does not make the tensors of a model")
+def test_a_product_has_the_bias_and_nothing_follows_it(tmp_path):
+    """An x that requires a gradient would keep all of the weight, in an actor of Ray too."""
+    engine = load_by_file(str(write_model(tmp_path / "model.gguf", "gpt2"))).engine
+    bias_O = torch.from_numpy(values("gpt2", "blk.1.ffn_down.bias", (256,)))
+    assert bias_O.any()
+    found = engine.product("blk.1.ffn_down", torch.zeros(2, 512, requires_grad=True), False)
+    assert torch.equal(found, bias_O.expand(2, -1)) and not found.requires_grad
+    back = engine.product("blk.1.ffn_down", torch.zeros(2, 256, requires_grad=True), True)
+    assert not back.any() and not back.requires_grad
 
 
 @torch.no_grad()

@@ -11,10 +11,12 @@ from folders import bpe_tokenizer, label_rows, model_folder, refused, tezo, trai
 from gguf_files import tiny_llama, write_gguf
 from test_llama_files import log_probs, random_change
 
+from tezo.engines.llama_cpp import values as unpacking
 from tezo.engines.llama_cpp.file import GgufHeader
 from tezo.engines.llama_cpp.library import load_library
 from tezo.engines.llama_cpp.loading import load_by_file
-from tezo.engines.llama_cpp.whole import unpack, write_whole
+from tezo.engines.llama_cpp.values import unpack
+from tezo.engines.llama_cpp.whole import write_whole
 from tezo.system.errors import RequestError
 
 pytestmark = [
@@ -159,8 +161,23 @@ def test_a_packed_row_is_unpacked_to_what_it_was_packed_of():
     for kind in ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q6_K", "Q2_K", "MXFP4"):
         number = int(gguf.GGMLQuantizationType[kind])
         assert lib.ggml_type_name(number).decode().lower() == kind.lower()
-        error = np.linalg.norm(unpack(packed(x, number), number) - x) / np.linalg.norm(x)
+        error = np.linalg.norm(unpack(lib, packed(x, number), number) - x) / np.linalg.norm(x)
         assert error < SHARE.get(kind, 0.4)
+
+
+def test_values_that_ggml_unpacks_are_those_of_its_definition(monkeypatch):
+    """To the bit those of the package gguf: by ggml's own function, and where the library has other fields."""
+    x = np.random.default_rng(0).standard_normal((3, 512)).astype(np.float32)
+    lib, kinds = load_library(), ("F32", "F16", "BF16", "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "MXFP4")
+    for kind in map(gguf.GGMLQuantizationType.__getitem__, kinds):
+        bits = packed(x, int(kind))
+        expected = gguf.quants.dequantize(bits, kind)
+        assert (unpacking.unpacker(lib, kind) is None) == (kind.name == "F32")
+        assert np.array_equal(unpack(lib, bits, kind), expected)
+        assert np.array_equal(unpack(lib, np.repeat(bits, 2, 0)[::2], kind), expected)  # rows that lie apart
+        with monkeypatch.context() as patch:
+            patch.setattr(unpacking._Traits, "size", 7, raising=False)
+            assert unpacking.unpacker(lib, kind) is None and np.array_equal(unpack(lib, bits, kind), expected)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_K_M"])

@@ -11,7 +11,7 @@ from tezo.directions.bases.basis import input_size
 from tezo.directions.random import normal
 from tezo.directions.targets import ALL_LINEAR, select_targets
 from tezo.newton import sweep as sweeping
-from tezo.newton.last_blocks import last_blocks
+from tezo.newton.last_blocks import NotRebuiltError, last_blocks
 from tezo.newton.sweep import Sweep, beside, blocks_to_sweep, sweep
 from tezo.training.job import prepare
 from tezo.training.settings import parse_config
@@ -154,6 +154,33 @@ def test_weighted_examples_are_weighted_in_the_gradient(job, monkeypatch):
         own, other, unweighted = learner.found[name][0], pair[0].double(), plain[name][0].double()
         assert torch.cosine_similarity(own.flatten(), other.flatten(), dim=0) > 0.9, name
         assert torch.cosine_similarity(own.flatten(), unweighted.flatten(), dim=0) < 0.6, name
+
+
+@torch.no_grad()
+def test_a_gradient_in_parts_is_that_of_all_places(job, monkeypatch):
+    blocks, last, (rows, *_) = parts(job)
+    weight_E, found = torch.randn(30, generator=torch.Generator().manual_seed(0)), []
+    for at_once in (10**6, 7):
+        monkeypatch.setattr(sweeping, "PLACES_AT_ONCE", at_once)
+        learner = Sweep(job.model, last, blocks, {target.name: RANK for target in writers(blocks)}, STEP, lambda _: 1.0)
+        learner.learn(rows, weight_E)
+        found.append([factor.grad for factor in learner._every])
+    assert len(rows.outputs().labels_T) % 7
+    for whole, of_parts in zip(*found, strict=True):
+        assert torch.allclose(whole, of_parts, atol=1e-6 + 1e-4 * float(whole.abs().max()))
+    assert any(whole.any() for whole in found[0])
+
+
+@torch.no_grad()
+def test_a_pass_that_does_not_follow_from_the_blocks_ends_the_sweep(job):
+    """Such as one of a model that was changed between two batches."""
+    blocks, last, (first, second, third) = parts(job)
+    learner = Sweep(job.model, last, blocks, {target.name: RANK for target in writers(blocks)}, STEP, lambda _: 1.0)
+    learner.learn(first)
+    learner.learn(second)
+    job.model.model.norm.weight.mul_(-1)
+    with pytest.raises(NotRebuiltError, match="differs"):
+        learner.learn(third)
 
 
 def test_blocks_take_no_more_than_their_bytes(job):

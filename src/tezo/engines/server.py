@@ -168,7 +168,7 @@ class Server(Engine):
         )
         self._base = next(each.name for each in models if each.parent is None)
         self._check_same()
-        self._has_warned = False
+        self._said_files_stay = False
         self._states_file = again(lambda: self._client.states_file(self._base, self._text))
         self.check_changes()
 
@@ -271,8 +271,9 @@ class Server(Engine):
                 raise EngineLostError(f"model.engine: the server at {self._client.address} was started anew.")
             return found
 
-        if self._states_file is not None and not self._has_warned:
-            self._has_warned = True
+        with self._saying:
+            says, self._said_files_stay = not self._said_files_stay, True
+        if self._states_file is not None and says:
             logger.warning(
                 "The server at %s writes a file into %s for each prompt that a program asks, and nobody removes them; "
                 "start it without --kv-transfer-config, or name a second server beside it, which programs then ask.",

@@ -202,12 +202,10 @@ class InRay(Engine):
         return found
 
     def head_rows(self, rows_X: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._called("head_rows", rows_X)
-        return found
+        return self._like.head_rows(rows_X)
 
     def product(self, layer: str, x: Tensor, transposed: bool) -> Tensor:
-        found: Tensor = self._called("product", layer, x, transposed)  # x is smaller than the weight
-        return found
+        return self._like.product(layer, x, transposed)
 
     def generate(
         self, changes: Sequence[Change], prompts: Sequence[Sequence[int]], wanted: Continuing

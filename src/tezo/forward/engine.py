@@ -269,6 +269,9 @@ class Engine(ABC):
     def head_rows(self, rows_X: Tensor) -> tuple[Tensor, Tensor]:
         """Returns rows of the output head (X, D), and their bias (X,): float32.
 
+        Args:
+            rows_X: which rows, (X,), int64.
+
         Raises:
             RequestError: the engine does not show them.
         """
@@ -276,12 +279,12 @@ class Engine(ABC):
         raise RequestError(f"the weight of {HEAD} cannot be read from {self.name}.")
 
     def product(self, layer: str, x: Tensor, transposed: bool) -> Tensor:
-        """Returns W x + b of the stored weight of a layer, (P, I) -> (P, O), or W^T x, (P, O) -> (P, I): float32.
+        """Returns W x + b of the stored weight of a layer, (P, O), or W^T x, (P, I): float32.
 
         Args:
             layer: name of the module.
-            x: float32.
-            transposed: which of the two.
+            x: (P, I), or (P, O), float32.
+            transposed: whether W^T x is computed.
 
         Raises:
             RequestError: the engine does not show the weight.

@@ -1,4 +1,4 @@
-"""Products by the weights of layers outside of a pass, and their derivatives, without a copy of the weights.
+"""Linear layers outside of a pass, and their derivatives, without a copy of the weights.
 
 y = W x + b and, for the derivative g of a loss by y, W^T g are computed by whoever holds W: a module of torch, in its
 own type, or an engine. Nothing of W is kept between the two, so that a model whose layers are read from a file for
@@ -11,45 +11,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Layer = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor], Tensor]
+"""(P, X) -> (P, Y), float32 on the CPU."""
+LayerFunction = Callable[[Tensor], Tensor]
 """x (P, I) -> W x + b (P, O), float32 on the CPU, with a derivative by x."""
 
 
-class _Product(torch.autograd.Function):
+class NoDerivativeError(Exception):
+    """A module computes its outputs in a way that has no derivative by its inputs."""
+
+
+class _Layer(torch.autograd.Function):
     """W x + b by one function; W^T g by another."""
 
     @staticmethod
-    def forward(ctx: Any, x_PI: Tensor, outputs: Layer, transposed: Layer) -> Tensor:
+    def forward(ctx: Any, x_PI: Tensor, outputs: Product, transposed: Product) -> Tensor:
         ctx.transposed = transposed
-        return outputs(x_PI)
+        return outputs(x_PI.detach())  # which may go to another process, and would be followed there
 
     @staticmethod
     def backward(ctx: Any, g_PO: Tensor) -> tuple[Tensor, None, None]:
         return ctx.transposed(g_PO), None, None
 
 
-def layer_of(outputs: Layer, transposed: Layer) -> Layer:
-    """Returns a layer.
+def differentiable(outputs: Product, transposed: Product) -> LayerFunction:
+    """Returns a layer as a function with a derivative, of two products without one.
 
     Args:
         outputs: x (P, I) -> W x + b (P, O).
         transposed: g (P, O) -> W^T g (P, I).
     """
 
-    def layer(x_PI: Tensor) -> Tensor:
-        found: Tensor = _Product.apply(x_PI, outputs, transposed)  # type: ignore[no-untyped-call]
+    def function(x_PI: Tensor) -> Tensor:
+        found: Tensor = _Layer.apply(x_PI, outputs, transposed)  # type: ignore[no-untyped-call]
         return found
 
-    return layer
+    return function
 
 
-def layer_in_torch(module: nn.Module, inputs: int, like: Tensor) -> Layer:
-    """Returns a linear module as a layer, its trained change included.
+def layer_in_torch(module: nn.Module, inputs: int, like: Tensor) -> LayerFunction:
+    """Returns a linear module as a function, its trained change included.
+
+    Its derivative raises `NoDerivativeError` where the module has none.
 
     Args:
         module: the module.
-        inputs: I.
-        like: a tensor of the type and on the device of its inputs.
+        inputs: size of its inputs, I.
+        like: a tensor of the type and on the device in which the module computes.
     """
 
     def outputs(x_PI: Tensor) -> Tensor:
@@ -61,7 +69,9 @@ def layer_in_torch(module: nn.Module, inputs: int, like: Tensor) -> Layer:
         with torch.enable_grad():
             x_PI = like.new_zeros(len(g_PO), inputs, requires_grad=True)
             found = module(x_PI)
+        if not found.requires_grad:
+            raise NoDerivativeError
         (g_PI,) = torch.autograd.grad(found, x_PI, (g_PO / size).to(found))
         return g_PI.float().cpu() * size
 
-    return layer_of(outputs, transposed)
+    return differentiable(outputs, transposed)

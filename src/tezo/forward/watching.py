@@ -163,7 +163,7 @@ def head_rows(model: nn.Module, rows_X: Tensor, like: Tensor) -> tuple[Tensor, T
 
     Args:
         model: the model.
-        rows_X: which rows.
+        rows_X: which rows, (X,), int64.
         like: inputs of the head.
 
     Raises:

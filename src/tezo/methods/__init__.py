@@ -67,7 +67,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method(
             GAUSS_NEWTON, gauss_newton, in_paper=False, exports_adapter=True, takes_rows=True, takes_outputs=True,
             guarded=True, batch_size=128, steps=6, of_texts=(32, 3), chosen=("rank",),
-            needs="forward passes, and of free text the rows of the output head",
+            needs="forward passes, and of free text layers of the last blocks and rows of the output head",
             rate="the part of each step that is taken, 1 by default",
         ),
         Method(
@@ -82,7 +82,7 @@ METHODS: dict[str, Method[ZerothOrderOptimizer]] = {
         Method(
             POLICY_GRADIENT, policy_gradient, in_paper=False, exports_adapter=True, takes_rows=True, takes_answers=True,
             guarded=True, batch_size=64, steps=7, schedule="linear",
-            needs="forward passes, and the weights of the last blocks",
+            needs="forward passes, and the layers of the last blocks",
             rate="the part of what a step has learnt that is taken, 1 by default",
         ),
         Method("mezo", mezo),

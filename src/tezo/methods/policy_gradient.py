@@ -35,8 +35,9 @@ def policy_gradient(
     back through the model. So a step learns from each token of an answer, where `es` has one number for all that a
     member writes (docs/rewards.md compares them).
 
-    It needs the weights of the last blocks, and a decoder with norms by the root mean square (Llama, Mistral, Qwen,
-    SmolLM, the first Gemma), in torch or llama.cpp, or on a server whose weights torch reads. Other models have `es`.
+    It needs the layers of the last blocks, to compute each alone, and a decoder with norms by the root mean square
+    (Llama, Mistral, Qwen, SmolLM, the first Gemma), in torch or llama.cpp, or on a server whose weights torch reads.
+    Other models have `es`.
     Of `targets` the layers that write to the stream are taken. `lr` is the part of what a step has learnt that is
     taken; a run lowers it to zero, so that later steps are means over more answers. `rank` is that of each step, and
     `frozen_rank` of the sum of all before it, so that the result is an exact LoRA adapter.

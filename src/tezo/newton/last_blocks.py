@@ -17,7 +17,7 @@ of the head follow as a function of the factors. In the model the outputs of att
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import torch
@@ -26,12 +26,15 @@ from torch.nn import functional
 
 from tezo.directions.bases.basis import input_size, output_size
 from tezo.directions.targets import Target
-from tezo.forward.layers import Layer
+from tezo.forward.layers import LayerFunction, NoDerivativeError
 
 SWEEPS = 40
 """Rounds of alternating least squares, each over all places and then over all coordinates."""
 CLOSE = 0.1
 """Largest part of what is rebuilt that may be missed. Engines round the inputs of layers in few bits."""
+
+CHECKED = 8
+"""Places at which the derivatives of layers are checked."""
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: tuple[Activation, ...] = (
@@ -45,8 +48,8 @@ ACTIVATIONS: tuple[Activation, ...] = (
 
 Factors = Mapping[str, tuple[Tensor, Tensor]]
 """Name of a layer -> (U (D, r), V (I, r))."""
-LayerOf = Callable[[Target], Layer]
-"""Returns a layer as a function."""
+FunctionOf = Callable[[Target], LayerFunction]
+"""Layer -> the layer as a function."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,9 @@ class Mlp:
     """
 
     norm_D: Tensor
-    readers: Sequence[Layer]
+    readers: Sequence[LayerFunction]
     order: Sequence[int]
-    last: Layer
+    last: LayerFunction
     activation: Activation
 
     def inside(self, h_PD: Tensor) -> Tensor:
@@ -195,7 +198,7 @@ class LastBlocks:
         blocks: their layers.
         inputs: module name -> inputs of the layer, (P, I): of `watched`.
         n_PD: inputs of the head.
-        layer_of: returns a layer as a function.
+        function_of: returns a layer as a function.
 
     Attributes:
         size: root mean square of the stream behind the last block.
@@ -209,10 +212,10 @@ class LastBlocks:
         blocks: Sequence[Block],
         inputs: Mapping[str, Tensor],
         n_PD: Tensor,
-        layer_of: LayerOf,
+        function_of: FunctionOf,
     ) -> None:
         self._blocks = blocks
-        self._writers = {t.name: layer_of(t) for block in blocks for t in (block.attention, block.mlp)}
+        self._writers = {t.name: function_of(t) for block in blocks for t in (block.attention, block.mlp)}
         added = {
             t.name: self._writers[t.name](inputs[name_of(t)]) for block in blocks for t in (block.attention, block.mlp)
         }
@@ -222,7 +225,7 @@ class LastBlocks:
         self._mlps: list[Mlp] = []
         for block in blocks:
             h_PD = h_PD + added[block.attention.name]
-            self._mlps.append(_mlp(block, h_PD, inputs, layer_of, self._writers[block.mlp.name]))
+            self._mlps.append(_mlp(block, h_PD, inputs, function_of, self._writers[block.mlp.name]))
             h_PD = h_PD + added[block.mlp.name]
         self._norm_D = _norm(h_PD, n_PD)
 
@@ -264,7 +267,7 @@ class Stream:
         norm_D: weights of the norm before the head.
         start_PD: the stream before the first block.
         attention: of each block, inputs (P, I) and outputs (P, D) of the layer by which it writes, without factors.
-        head_PD: inputs of the head, in the pass that showed all this.
+        head_PD: inputs of the head.
     """
 
     blocks: Sequence[Block]
@@ -273,6 +276,11 @@ class Stream:
     start_PD: Tensor
     attention: Sequence[tuple[Tensor, Tensor]]
     head_PD: Tensor
+
+    def at(self, places_P: Tensor) -> "Stream":
+        """Returns the stream at some of the places."""
+        attention = [(x_PI[places_P], y_PD[places_P]) for x_PI, y_PD in self.attention]
+        return replace(self, start_PD=self.start_PD[places_P], attention=attention, head_PD=self.head_PD[places_P])
 
     def of(self, factors: Factors) -> Tensor:
         """Returns the inputs of the head, (P, D), with U V^T beside these layers."""
@@ -283,16 +291,14 @@ class Stream:
             h_PD = h_PD + mlp.last(a_PI) + _beside(a_PI, factors.get(block.mlp.name))
         return self.norm_D * normalised(h_PD)
 
-    def of_pass(self, factors: Factors) -> Tensor:
-        """Returns the same with the factors that the pass had.
+    def check(self, found_PD: Tensor) -> None:
+        """Checks what `of` returns with the factors of the pass.
 
         Raises:
             NotRebuiltError: it is not what the head had.
         """
-        found_PD = self.of(factors)
-        if missed(found_PD.detach(), self.head_PD) > CLOSE:
+        if missed(found_PD, self.head_PD) > CLOSE:
             raise NotRebuiltError("what is rebuilt differs from the inputs of the head")
-        return found_PD
 
 
 def _beside(x_PI: Tensor, factors: tuple[Tensor, Tensor] | None) -> Tensor | float:
@@ -313,14 +319,16 @@ def _norm(h_PD: Tensor, n_PD: Tensor) -> Tensor:
     return norm_D
 
 
-def _mlp(block: Block, h_PD: Tensor, inputs: Mapping[str, Tensor], layer_of: LayerOf, last: Layer) -> Mlp:
+def _mlp(block: Block, h_PD: Tensor, inputs: Mapping[str, Tensor], function_of: FunctionOf, last: LayerFunction) -> Mlp:
     """Returns the MLP that leads from the stream to the inputs of its last layer."""
     n_PD, a_PI = inputs[name_of(block.readers[0])], inputs[name_of(block.mlp)]
-    norm_D, readers = _norm(h_PD, n_PD), [layer_of(reader) for reader in block.readers]
+    norm_D, readers = _norm(h_PD, n_PD), [function_of(reader) for reader in block.readers]
     outputs = [reader(n_PD) for reader in readers]
     count = sum(x_PO.shape[1] for x_PO in outputs) // a_PI.shape[1]
     if len(outputs) > 1 and {x_PO.shape[1] for x_PO in outputs} != {a_PI.shape[1]}:
         raise NotRebuiltError("an MLP has layers of other sizes")
+    for function, x_PI in [*((reader, n_PD) for reader in readers), (last, a_PI)]:
+        _check_derivative(function, x_PI[:CHECKED])
     tried = [
         (missed(gated(outputs, order, activation), a_PI), order, activation)
         for order in permutations(range(count))
@@ -330,3 +338,18 @@ def _mlp(block: Block, h_PD: Tensor, inputs: Mapping[str, Tensor], layer_of: Lay
     if miss > CLOSE:
         raise NotRebuiltError("no known activation leads through an MLP")
     return Mlp(norm_D, readers, order, last, activation)
+
+
+def _check_derivative(function: LayerFunction, x_PI: Tensor) -> None:
+    """Checks that <W^T y, x> = |y|^2 for y = W x: the part of a packed layer may have no derivative."""
+    with torch.enable_grad():
+        x_PI = x_PI.detach().requires_grad_()
+        found_PO = function(x_PI)
+    y_PO = found_PO.detach() - function(torch.zeros_like(x_PI)).detach()
+    try:
+        (g_PI,) = torch.autograd.grad(found_PO, x_PI, y_PO)
+    except NoDerivativeError:
+        g_PI = torch.zeros_like(x_PI)
+    size = float(y_PO.square().sum())
+    if abs(float((g_PI * x_PI.detach()).sum()) - size) > CLOSE * size:
+        raise NotRebuiltError("a layer has no derivative by its inputs")

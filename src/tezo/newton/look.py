@@ -64,7 +64,7 @@ LEAST_ROWS = 32
 SHARE = 8
 """Inputs are kept in half precision, at most this part of the bytes of all layers, from `LEAST_ROWS` rows on."""
 LEAST_BLOCK_BYTES = 1 << 28
-"""Inputs and weights of rebuilt blocks may take as many bytes as all layers, and at least so many."""
+"""Inputs of rebuilt blocks may take as many bytes as all layers, and at least so many."""
 DEPTHS = 4
 """Layers at which vectors that raise each class are measured, at most. Our choice."""
 LAST_LAYERS = 1 / 2

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from tezo.directions.bases.basis import input_size, output_size
 from tezo.directions.random import normal
 from tezo.directions.targets import Target
-from tezo.forward.layers import Layer
+from tezo.forward.layers import LayerFunction
 from tezo.forward.perturbed_parameter import open_on
-from tezo.newton.last_blocks import Block, Factors, LastBlocks, LayerOf, last_blocks, name_of
+from tezo.newton.last_blocks import Block, Factors, FunctionOf, LastBlocks, last_blocks, name_of
 from tezo.newton.text import Pair, Seen, readout
 from tezo.optim.closures import RowOutputs
 from tezo.system.progress import tracked
@@ -34,6 +34,8 @@ from tezo.system.signals import let_interrupt
 
 BATCHES, ROWS = 32, 32
 """Batches of a sweep, and rows of a batch."""
+PLACES_AT_ONCE = 512
+"""Places whose gradient is computed at a time: each keeps about two numbers for each of its inputs meanwhile."""
 LAST_BLOCKS = 0.4
 """Blocks that learn, the last ones, as a part of all."""
 U_RATE, V_RATE = 0.12, 0.06
@@ -131,17 +133,21 @@ class Sweep:
         self.calls += len(rows.places())
         inputs = {name: seen.inputs(name) for name in self._layers}
         if self._rebuilt is None:
-            self._rebuilt = LastBlocks(self._blocks, inputs, seen.head_inputs, _layers_of(self._model, seen))
+            self._rebuilt = LastBlocks(self._blocks, inputs, seen.head_inputs, _functions(self._model, seen))
             self._adam = _adam(self._factors, self._rebuilt.size)
             self._rates = torch.optim.lr_scheduler.LambdaLR(self._adam, self._rate)
         stream = self._rebuilt.seen(inputs, seen.head_inputs, self._factors)
         text = readout(self._model, self._target, [seen])
         weight_P = None if weight_E is None else weight_E.float()[seen.examples]
-        with torch.enable_grad():
-            loss = text.loss(stream.of_pass(self._factors), torch.arange(len(seen.tokens)), weight_P)
-            gradients = torch.autograd.grad(loss, self._every)
-        for factor, gradient in zip(self._every, gradients, strict=True):
-            factor.grad = gradient
+        self._adam.zero_grad()
+        found = []
+        for part_P in torch.split(torch.arange(len(seen.tokens)), PLACES_AT_ONCE):
+            with torch.enable_grad():
+                h_PD = stream.at(part_P).of(self._factors)
+                loss = text.loss(h_PD, part_P, None if weight_P is None else weight_P[part_P])
+                torch.autograd.backward(loss * (len(part_P) / len(seen.tokens)), inputs=self._every)
+            found.append(h_PD.detach())
+        stream.check(torch.cat(found))
         self._adam.step()
         self._rates.step()
 
@@ -190,10 +196,10 @@ def _adam(factors: Factors, size: float) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups)
 
 
-def _layers_of(model: nn.Module, seen: Seen) -> LayerOf:
-    """Returns a function that returns a layer of the model, as these rows are passed through it."""
+def _functions(model: nn.Module, seen: Seen) -> FunctionOf:
+    """Returns (layer -> the layer as a function), by whoever passes these rows."""
 
-    def layer_of(target: Target) -> Layer:
-        return seen.rows.layer(model, name_of(target), input_size(target), seen.record.like)
+    def function_of(target: Target) -> LayerFunction:
+        return seen.rows.layer_function(model, name_of(target), input_size(target), seen.record.like)
 
-    return layer_of
+    return function_of

@@ -107,7 +107,7 @@ class TextRecord(Watcher):
         if layer == HEAD:
             self.place.append(places.place_P)
             self.h.append(own)
-            self.like = inputs.at_PI[:0]
+            self.like = inputs.at_PI.new_empty(0, inputs.at_PI.shape[1])
             return
         self.x[layer].append(own)
         if layer == self._last:

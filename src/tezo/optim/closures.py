@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from tezo.directions.outputs import Outputs, Places
-from tezo.forward.layers import Layer, layer_in_torch
+from tezo.forward.layers import LayerFunction, layer_in_torch
 from tezo.forward.watching import Watcher, head_rows, hooked
 
 Closure = Callable[[], Tensor | float]
@@ -119,7 +119,7 @@ class RowOutputs(Losses):
 
         Args:
             model: the model.
-            rows_X: which rows.
+            rows_X: which rows, (X,), int64.
             like: inputs of the head, (..., D).
 
         Raises:
@@ -127,14 +127,14 @@ class RowOutputs(Losses):
         """
         return head_rows(model, rows_X, like)
 
-    def layer(self, model: nn.Module, name: str, inputs: int, like: Tensor) -> Layer:
-        """Returns a linear layer of the model, its trained change included, to be computed outside of a pass.
+    def layer_function(self, model: nn.Module, name: str, inputs: int, like: Tensor) -> LayerFunction:
+        """Returns a linear layer of the model, its trained change included, as a function outside of a pass.
 
         Args:
             model: the model.
             name: of the module.
-            inputs: size of its inputs.
-            like: a tensor of the type and on the device of its inputs.
+            inputs: size of its inputs, I.
+            like: a tensor of the type and on the device in which torch computes it.
 
         Raises:
             RequestError: it cannot be read.

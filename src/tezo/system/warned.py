@@ -8,7 +8,7 @@ _LIBRARY = logging.getLogger(__name__.partition(".")[0])
 
 
 class _Kept(logging.Handler):
-    """Keeps each text once. Logging shows what nobody handles, and would not show what this handler has seen."""
+    """Keeps each text once. Logging shows a warning that has no handler, and would not show one that has this one."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -16,9 +16,19 @@ class _Kept(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.setdefault(record.getMessage())
-        first, *others = (*_LIBRARY.handlers, *logging.getLogger().handlers)
-        if self is first and all(isinstance(each, _Kept) for each in others) and logging.lastResort is not None:
+        kept = next((each for each in _LIBRARY.handlers if isinstance(each, _Kept)), self)
+        if self is kept and not _is_shown(record) and logging.lastResort is not None:
             logging.lastResort.handle(record)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Returns whether another handler has a record, of those that logging calls."""
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None:
+        if any(not isinstance(each, _Kept) for each in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 @contextmanager

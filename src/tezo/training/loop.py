@@ -176,7 +176,7 @@ class Loop:
         listeners: told of everything, in order, after the folder has it.
         interruption: whether the process was asked to end.
         processes: that share the run.
-        said: what the library has warned of, which goes on to grow; the summary has it.
+        said: warnings of the library so far; it grows.
         accept_scorer: whether the run may go on with another scorer than before.
     """
 

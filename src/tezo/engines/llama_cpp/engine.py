@@ -1,4 +1,4 @@
-"""llama.cpp as an engine: the GGUF file as it is, mapped into memory and never unpacked.
+"""llama.cpp as an engine: the GGUF file as it is, mapped into memory and never unpacked as a whole.
 
 A change of the weights is a LoRA adapter in a file that only this process has, so that nothing is left by any end.
 Texts are sequences of one context; tokens at their common beginning are computed once, for all of them.
@@ -133,15 +133,16 @@ class LlamaCpp(Engine):
     def head_rows(self, rows_X: Tensor) -> tuple[Tensor, Tensor]:
         return self._rows(HEAD, rows_X)
 
+    @torch.no_grad()
     def product(self, layer: str, x: Tensor, transposed: bool) -> Tensor:
         order_O, width = self._order(layer), self.layers[self._known(layer)].inputs
         found = x.new_zeros(len(x), width if transposed else len(order_O))
-        for outputs in torch.split(torch.arange(len(order_O)), max(1, UNPACKED_AT_ONCE // width)):
-            weight_XI, bias_X = self._rows(layer, order_O[outputs])
+        for part_X in torch.split(torch.arange(len(order_O)), max(1, UNPACKED_AT_ONCE // width)):
+            weight_XI, bias_X = self._rows(layer, order_O[part_X])
             if transposed:
-                found += x[:, outputs] @ weight_XI
+                found += x[:, part_X] @ weight_XI
             else:
-                found[:, outputs] = x @ weight_XI.T + bias_X
+                found[:, part_X] = x @ weight_XI.T + bias_X
         return found
 
     def _order(self, layer: str) -> Tensor:

@@ -150,6 +150,7 @@ _WHERE_THEY_EXIST: dict[str, tuple[Any, Sequence[Any]]] = {
     "llama_n_ctx_seq": (c_uint32, [c_void_p]),
     "ggml_backend_load_all_from_path": (None, [c_char_p]),
     "llama_model_n_params": (c_uint64, [c_void_p]),
+    "ggml_get_type_traits": (c_void_p, [c_int]),
 }
 """The same of functions that some releases do not have."""
 

@@ -1,5 +1,9 @@
 """Values of tensors in a file, unpacked row by row."""
 
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from tezo.engines.llama_cpp.file import GgufHeader
@@ -7,13 +11,46 @@ from tezo.engines.llama_cpp.plan import Numbers
 from tezo.models.gguf_types import unpacked_types
 from tezo.system.errors import RequestError
 
+TRAITS = "ggml_get_type_traits"
+_Unpack = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 
-def unpack(packed: Numbers, kind: int) -> Numbers:
-    """Returns the values of rows, (rows, values) in float32, of their bytes (rows, bytes)."""
-    import gguf
 
-    found: Numbers = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType(kind))
-    return found.astype(np.float32)
+class _Traits(ctypes.Structure):
+    """The beginning of ggml_type_traits."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p), ("block", ctypes.c_int64), ("interleaved", ctypes.c_int64),
+        ("size", ctypes.c_size_t), ("is_quantized", ctypes.c_bool), ("unpack", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def unpacker(lib: Any, kind: int) -> Callable[[int, int, int], None] | None:
+    """Returns ggml's function that unpacks so many values of a type, by (where they are, where to, how many).
+
+    None where the library has no such function, as for float32, or other fields than are known here.
+    """
+    if not lib.has(TRAITS) or not (place := lib.ggml_get_type_traits(kind)):
+        return None
+    traits = _Traits.from_address(place)
+    known = lib.ggml_type_name(kind), lib.ggml_blck_size(kind), lib.ggml_type_size(kind)
+    if not traits.unpack or (traits.block, traits.size) != known[1:] or traits.name != known[0]:
+        return None
+    return _Unpack(traits.unpack)
+
+
+def unpack(lib: Any, packed: Numbers, kind: int) -> Numbers:
+    """Returns the values of rows, (rows, values) in float32, of their bytes (rows, bytes), by ggml or else by numpy."""
+    function = unpacker(lib, kind)
+    if function is None:
+        import gguf
+
+        slow: Numbers = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType(kind))
+        return slow.astype(np.float32, copy=False)
+    packed = np.ascontiguousarray(packed)
+    width = packed.shape[1] // lib.ggml_type_size(kind) * lib.ggml_blck_size(kind)
+    found = np.empty((len(packed), width), np.float32)
+    function(packed.ctypes.data, found.ctypes.data, found.size)
+    return found
 
 
 def rows_of(header: GgufHeader, name: str, numbers_X: Numbers, count: int) -> Numbers:
@@ -35,4 +72,4 @@ def rows_of(header: GgufHeader, name: str, numbers_X: Numbers, count: int) -> Nu
             f"{name} of {header.path} is of the type {kind}, which cannot be unpacked; give another file."
         )
     packed = np.memmap(header.path, np.uint8, "r", stored.start, (count, stored.size // count))
-    return unpack(packed[numbers_X], stored.kind)
+    return unpack(header.lib, packed[numbers_X], stored.kind)

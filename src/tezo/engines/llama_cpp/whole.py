@@ -136,10 +136,10 @@ def _repack(
     for first, last in _parts(len(b_OR), max(1, AT_ONCE // width)):
         packed = np.frombuffer(source.read((last - first) * (stored.size // len(b_OR))), np.uint8)
         change = b_OR[first:last] @ a_RI
-        wanted = unpack(packed.reshape(last - first, -1), stored.kind) + change
+        wanted = unpack(lib, packed.reshape(last - first, -1), stored.kind) + change
         again = pack(lib, wanted, place.kind)
         file.write(again.tobytes())
-        lost += float(np.square(unpack(again, place.kind) - wanted, dtype=np.float64).sum())
+        lost += float(np.square(unpack(lib, again, place.kind) - wanted, dtype=np.float64).sum())
         moved += float(np.square(change, dtype=np.float64).sum())
     before, after = (lib.ggml_type_name(tensor.kind).decode() for tensor in (stored, place))
     return Repacked(stored.name, before, after, (lost / moved) ** 0.5 if moved else 0.0)

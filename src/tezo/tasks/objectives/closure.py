@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tezo.directions.outputs import Outputs, Places, joined
-from tezo.forward.layers import Layer
+from tezo.forward.layers import LayerFunction
 from tezo.forward.watching import Watcher
 from tezo.optim.closures import RowLosses, RowOutputs
 from tezo.tasks.objectives.batch import Batch
@@ -228,5 +228,5 @@ class BatchClosure(RowLosses, RowOutputs):
     def head_rows(self, model: Any, rows_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         return self.evaluator.head_rows(model, rows_X, like)
 
-    def layer(self, model: Any, name: str, inputs: int, like: Tensor) -> Layer:
-        return self.evaluator.layer(model, name, inputs, like)
+    def layer_function(self, model: Any, name: str, inputs: int, like: Tensor) -> LayerFunction:
+        return self.evaluator.layer_function(model, name, inputs, like)

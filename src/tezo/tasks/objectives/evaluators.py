@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tezo.directions.outputs import Places
 from tezo.forward.engine import Continuing, Named
-from tezo.forward.layers import Layer, layer_in_torch
+from tezo.forward.layers import LayerFunction, layer_in_torch
 from tezo.forward.watching import Watcher, head_rows, hooked
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.batch import Batch
@@ -82,8 +82,8 @@ class Evaluator(ABC):
         """See `RowOutputs.head_rows`."""
         return head_rows(model, rows_X, like)
 
-    def layer(self, model: Any, name: str, inputs: int, like: Tensor) -> Layer:
-        """See `RowOutputs.layer`."""
+    def layer_function(self, model: Any, name: str, inputs: int, like: Tensor) -> LayerFunction:
+        """See `RowOutputs.layer_function`."""
         return layer_in_torch(model.get_submodule(name), inputs, like)
 
 

@@ -25,7 +25,7 @@ from tezo.forward.engine import (
     Watch,
     changes_of,
 )
-from tezo.forward.layers import Layer, layer_of
+from tezo.forward.layers import LayerFunction, differentiable
 from tezo.forward.watching import PassPlaces, Watcher, are_averaged
 from tezo.models.lora import attached_to
 from tezo.system.progress import current
@@ -73,18 +73,19 @@ class CausalInEngine(TextEvaluator):
         del model, like  # the head is no layer that an engine tunes
         return self._engine.head_rows(rows_X)
 
-    def layer(self, model: Any, name: str, inputs: int, like: Tensor) -> Layer:
+    def layer_function(self, model: Any, name: str, inputs: int, like: Tensor) -> LayerFunction:
         del inputs, like
+        module = model.get_submodule(name)
 
         def outputs(x_PI: Tensor) -> Tensor:
-            change, found = changes_of(model, 1)[0].get(name), self._engine.product(name, x_PI, False)
+            change, found = changes_of(module, 1)[0].get(name), self._engine.product(name, x_PI, False)
             return found if change is None else found + (x_PI @ change[0].T) @ change[1].T
 
         def transposed(g_PO: Tensor) -> Tensor:
-            change, found = changes_of(model, 1)[0].get(name), self._engine.product(name, g_PO, True)
+            change, found = changes_of(module, 1)[0].get(name), self._engine.product(name, g_PO, True)
             return found if change is None else found + (g_PO @ change[1]) @ change[0]
 
-        return layer_of(outputs, transposed)
+        return differentiable(outputs, transposed)
 
     def in_torch(self) -> TextEvaluator:
         return CausalInTorch()
