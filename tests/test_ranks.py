@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cases import mostly_slow, tuples_mostly_slow
-from folders import label_rows, model_folder, refused, tezo, write_rows
+from folders import completion_rows, label_rows, model_folder, refused, tezo, write_rows
 from forks import Done, forked
 from short_runs import config_of_answers, result
 
@@ -126,6 +126,26 @@ def test_a_model_in_shards_takes_the_steps_of_a_whole_one(home, tmp_path, method
     if method != "lozo":  # which merges into a whole model
         tuned, whole = result(tmp_path / "run"), result(tmp_path / "alone")
         assert all(tuned[name].allclose(whole[name], atol=1e-4) for name in whole)
+
+
+@pytest.mark.timeout(600)
+def test_a_model_in_shards_learns_free_text_as_a_whole_one(tmp_path):
+    """Layers are computed outside of a pass, where nothing gathers their parts by itself."""
+    model_folder(tmp_path, "llama")
+    config = {
+        "model": {"name": str(tmp_path / "llama"), "device": "cpu"},
+        "data": {"train": str(write_rows(tmp_path / "texts.jsonl", completion_rows(60))), "num_dev": 8},
+        "method": {"name": "gauss-newton"},
+        "train": {"steps": 1, "parallel": "directions"},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_config(parse_config(config)))
+    done = ranks(2, path, tmp_path / "run", "--set", "model.placement=shards")
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = train(parse_config(config), tmp_path / "alone")
+    assert summary["after"]["loss"] < summary["before"]["loss"] - 0.1
+    shared = json.loads((tmp_path / "run/summary.json").read_text())
+    assert shared["after"]["loss"] == pytest.approx(summary["after"]["loss"], abs=1e-3)
 
 
 @pytest.mark.timeout(600)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
 Product = Callable[[Tensor], Tensor]
 """(P, X) -> (P, Y), float32 on the CPU."""
@@ -49,6 +51,13 @@ def differentiable(outputs: Product, transposed: Product) -> LayerFunction:
     return function
 
 
+def alone(module: nn.Module, x_PI: Tensor) -> Tensor:
+    """Returns the outputs of a linear module outside of a pass of its model: parts on other ranks are gathered."""
+    whole = {name: each.full_tensor() for name, each in module.named_parameters() if isinstance(each, DTensor)}
+    found: Tensor = functional_call(module, whole, (x_PI,)) if whole else module(x_PI)
+    return found
+
+
 def layer_in_torch(module: nn.Module, inputs: int, like: Tensor) -> LayerFunction:
     """Returns a linear module as a function, its trained change included.
 
@@ -61,14 +70,13 @@ def layer_in_torch(module: nn.Module, inputs: int, like: Tensor) -> LayerFunctio
     """
 
     def outputs(x_PI: Tensor) -> Tensor:
-        found: Tensor = module(x_PI.to(like))
-        return found.float().cpu()
+        return alone(module, x_PI.to(like)).float().cpu()
 
     def transposed(g_PO: Tensor) -> Tensor:
         size = g_PO.abs().max().clamp_min(torch.finfo(g_PO.dtype).tiny)  # float16 has no small numbers
         with torch.enable_grad():
             x_PI = like.new_zeros(len(g_PO), inputs, requires_grad=True)
-            found = module(x_PI)
+            found = alone(module, x_PI)
         if not found.requires_grad:
             raise NoDerivativeError
         (g_PI,) = torch.autograd.grad(found, x_PI, (g_PO / size).to(found))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tezo.directions.outputs import Places
 from tezo.directions.targets import only_input, output_head
 from tezo.forward.engine import HEAD, LayerInputs
+from tezo.forward.layers import alone
 from tezo.system.errors import RequestError
 
 HEAD_BYTES = 1 << 27
@@ -173,8 +174,8 @@ def head_rows(model: nn.Module, rows_X: Tensor, like: Tensor) -> tuple[Tensor, T
     if head is None:
         raise RequestError(f"{type(model).__name__} has no output head whose rows can be read; give another model.")
     eye_DD = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-    bias_V = head(torch.zeros_like(eye_DD[:1]))[0]
+    bias_V = alone(head, torch.zeros_like(eye_DD[:1]))[0]
     own_X = rows_X.to(bias_V.device)
     parts = torch.split(eye_DD, max(1, HEAD_BYTES // (4 * len(bias_V))))
-    found_XD = torch.cat([(head(part) - bias_V)[:, own_X].float().cpu() for part in parts]).T
+    found_XD = torch.cat([(alone(head, part) - bias_V)[:, own_X].float().cpu() for part in parts]).T
     return found_XD, bias_V[own_X].float().cpu()
