@@ -320,3 +320,15 @@ def test_answers_are_learnt_from_in_one_process_alone(home, tmp_path):
     done = ranks(2, path, tmp_path / "run")
     assert done.returncode != 0 and "policy-gradient" in done.stderr and "one process" in done.stderr, done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("share", ["rows", "directions"])
+def test_a_probe_is_of_one_process(home, tmp_path, share):
+    """It has one direction, so that neither rows nor directions can be shared out, and no setting is a way out."""
+    config = yaml_of(recipe(home, tmp_path, "head-feedback", parallel=share)) | {"method": {"name": "probe"}}
+    path = tmp_path / "probe.yaml"
+    path.write_text(dump_config(parse_config(config)))
+    done = ranks(2, path, tmp_path / "run")
+    assert done.returncode != 0 and "method.name is probe, which runs in one process" in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()

@@ -96,8 +96,9 @@ def check_shareable(job: Job, processes: ProcessGroup) -> None:
     """Raises a `RequestError` if ranks cannot share the run; shares its directions out where it asks for that."""
     if processes.size == 1:
         return
-    train = job.config.train
-    if job.optimizer.by_gradients or method(job.config.method.name).takes_answers:
+    train, chosen = job.config.train, method(job.config.method.name)
+    has_one_direction = chosen.takes_rows and "num_directions" not in chosen.options()
+    if job.optimizer.by_gradients or chosen.takes_answers or has_one_direction:
         raise RequestError(
             f"method.name is {job.config.method.name}, which runs in one process; start it without torchrun."
         )
@@ -106,7 +107,7 @@ def check_shareable(job: Job, processes: ProcessGroup) -> None:
             f"train.batch_size is {train.batch_size}, and with model.placement=shards each of {processes.size} ranks "
             "needs a row; raise it."
         )
-    if method(job.config.method.name).takes_rows and train.parallel == "rows":
+    if chosen.takes_rows and train.parallel == "rows":
         raise RequestError(
             f"method.name is {job.config.method.name}, whose rows cannot be shared out; set train.parallel=directions."
         )
