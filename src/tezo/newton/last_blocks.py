@@ -68,6 +68,11 @@ class Block:
     readers: Sequence[Target]
     mlp: Target
 
+    @property
+    def writers(self) -> tuple[Target, Target]:
+        """The layers that write to the stream."""
+        return self.attention, self.mlp
+
 
 @dataclass(frozen=True)
 class Mlp:
@@ -215,10 +220,9 @@ class LastBlocks:
         function_of: FunctionOf,
     ) -> None:
         self._blocks = blocks
-        self._writers = {t.name: function_of(t) for block in blocks for t in (block.attention, block.mlp)}
-        added = {
-            t.name: self._writers[t.name](inputs[name_of(t)]) for block in blocks for t in (block.attention, block.mlp)
-        }
+        writers = [target for block in blocks for target in block.writers]
+        self._writers = {target.name: function_of(target) for target in writers}
+        added = {target.name: self._writers[target.name](inputs[name_of(target)]) for target in writers}
         total_PD = torch.stack([*added.values()]).sum(0)
         h_1_PD, self._by_2D = ends_of_stream(n_PD, inputs[name_of(blocks[0].entrance)], total_PD)
         h_PD, self.size = (h_1_PD - total_PD).float(), float(h_1_PD.square().mean().sqrt())
@@ -251,7 +255,7 @@ class LastBlocks:
             x_PI = inputs[name_of(block.attention)]
             attention.append((x_PI, self._writers[block.attention.name](x_PI)))
             total_PD += attention[-1][1] + self._writers[block.mlp.name](inputs[name_of(block.mlp)])
-            for target in (block.attention, block.mlp):
+            for target in block.writers:
                 total_PD += _beside(inputs[name_of(target)], factors.get(target.name))
         h_1_PD, _ = ends_of_stream(n_PD, inputs[name_of(self._blocks[0].entrance)], total_PD, self._by_2D)
         return Stream(self._blocks, self._mlps, self._norm_D, (h_1_PD - total_PD).float(), attention, n_PD)
@@ -341,7 +345,7 @@ def _mlp(block: Block, h_PD: Tensor, inputs: Mapping[str, Tensor], function_of: 
 
 
 def _check_derivative(function: LayerFunction, x_PI: Tensor) -> None:
-    """Checks that <W^T y, x> = |y|^2 for y = W x: the part of a packed layer may have no derivative."""
+    """Checks that <W^T y, x> = |y|^2 for y = W x. A packed layer may have no derivative, and a change beside it one."""
     with torch.enable_grad():
         x_PI = x_PI.detach().requires_grad_()
         found_PO = function(x_PI)

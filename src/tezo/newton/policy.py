@@ -73,7 +73,7 @@ def writers(model: nn.Module, asked: Sequence[str]) -> list[Target]:
 def _writers(model: nn.Module) -> list[Target]:
     every = select_targets(model, (ALL_LINEAR,))
     found = learning_blocks(last_blocks(every, output_size(every[-1]))) if every else []
-    names = {each.name for block in found for each in (block.attention, block.mlp)}
+    names = {each.name for block in found for each in block.writers}
     return [target for target in every if target.name in names]
 
 

@@ -109,7 +109,7 @@ class Sweep:
     ) -> None:
         self._model, self._target, self._blocks, self._rate, self.calls = model, target, blocks, rate, 0
         self._layers = LastBlocks.watched(blocks)
-        writers = [t for block in blocks for t in (block.attention, block.mlp) if t.name in ranks]
+        writers = [t for block in blocks for t in block.writers if t.name in ranks]
         self._factors = {t.name: _start(t, ranks[t.name], step) for t in writers}
         self._every = [factor for pair in self._factors.values() for factor in pair]
         self._rebuilt: LastBlocks | None = None

@@ -11,7 +11,6 @@ from tezo.engines.llama_cpp.plan import Numbers
 from tezo.models.gguf_types import unpacked_types
 from tezo.system.errors import RequestError
 
-TRAITS = "ggml_get_type_traits"
 _Unpack = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 
 
@@ -29,7 +28,7 @@ def unpacker(lib: Any, kind: int) -> Callable[[int, int, int], None] | None:
 
     None where the library has no such function, as for float32, or other fields than are known here.
     """
-    if not lib.has(TRAITS) or not (place := lib.ggml_get_type_traits(kind)):
+    if not lib.has("ggml_get_type_traits") or not (place := lib.ggml_get_type_traits(kind)):
         return None
     traits = _Traits.from_address(place)
     known = lib.ggml_type_name(kind), lib.ggml_blck_size(kind), lib.ggml_type_size(kind)

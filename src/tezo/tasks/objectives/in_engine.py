@@ -70,7 +70,7 @@ class CausalInEngine(TextEvaluator):
             self._watching = None
 
     def head_rows(self, model: Any, rows_X: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        del model, like  # the head is no layer that an engine tunes
+        del model, like  # engines tune layers of blocks, and not the head
         return self._engine.head_rows(rows_X)
 
     def layer_function(self, model: Any, name: str, inputs: int, like: Tensor) -> LayerFunction:
