@@ -126,7 +126,6 @@ def _penalty(x_BD: Tensor, labels_B: Tensor, options: int) -> float:
     return min(PENALTIES, key=loss)
 
 
-@torch.enable_grad()
 def fit(
     x_BD: Tensor, labels_B: Tensor, options: int, penalty: float = PENALTIES[0], tolerance: float = EXACTLY
 ) -> tuple[Tensor, Tensor]:
@@ -137,19 +136,18 @@ def fit(
     which has one minimum, at infinity for a label without a row. Solved by L-BFGS in float64, until a step lowers the
     sum by less than `tolerance`; labels are int64.
     """
-    weight_OD = torch.zeros(options, x_BD.shape[1], dtype=torch.float64, requires_grad=True)
-    bias_O = torch.zeros(options, dtype=torch.float64, requires_grad=True)
+    values_OE = torch.zeros(options, x_BD.shape[1] + 1, dtype=torch.float64)  # a row's last is the bias
+    x_BE = functional.pad(x_BD, (0, 1), value=1.0)
+    is_label_BO = functional.one_hot(labels_B, options).double()
+    penalty_E = penalty * functional.pad(torch.ones(x_BD.shape[1], dtype=torch.float64), (0, 1))
     solver = torch.optim.LBFGS(
-        [weight_OD, bias_O], max_iter=1000, tolerance_grad=1e-8, tolerance_change=tolerance,
-        line_search_fn="strong_wolfe",
-    )  # fmt: skip
+        [values_OE], max_iter=1000, tolerance_grad=1e-8, tolerance_change=tolerance, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
-        solver.zero_grad()
-        loss = functional.cross_entropy(x_BD @ weight_OD.T + bias_O, labels_B, reduction="sum")
-        loss = loss + penalty * weight_OD.square().sum() / 2
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
+        log_p_BO = (x_BE @ values_OE.T).log_softmax(1)
+        values_OE.grad = (log_p_BO.exp() - is_label_BO).T @ x_BE + penalty_E * values_OE
+        return (penalty_E * values_OE.square()).sum() / 2 - (is_label_BO * log_p_BO).sum()
 
     solver.step(closure)  # type: ignore[no-untyped-call]
-    return weight_OD.detach(), bias_O.detach()
+    return values_OE[:, :-1], values_OE[:, -1]
