@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from cases import mostly_slow
 from folders import CHAT_TEMPLATE, model_folder, read_jsonl, settings, tezo, write_rows
 
 from tezo.newton.policy import ANSWERS
@@ -68,7 +69,7 @@ def test_rows_are_what_their_script_writes_and_none_is_in_two_files(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["policy-gradient", "es"])
-@pytest.mark.parametrize("name", ["stories260K", "fresh"])
+@pytest.mark.parametrize("name", mostly_slow(["stories260K", "fresh"], "fresh"))
 def test_a_run_calls_the_agent_which_asks_a_real_model(tmp_path, name, method):
     if name == "fresh":
         model = model_folder(tmp_path, "llama", chat=True)

@@ -98,6 +98,7 @@ def test_rows_with_more_fields_are_refused_before_a_prompt(home, monkeypatch):
     refused(chat(monkeypatch, ["x"], folder), "a, b", "tezo predict")
 
 
+@pytest.mark.slow
 def test_a_terminal_has_a_sign_and_an_empty_line_ends_it(home):
     above, below = pty.openpty()
     command = [sys.executable, "-m", "tezo", "chat", str(home / "opt"), "--max-new-tokens", "2"]

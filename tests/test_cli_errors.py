@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import mostly_slow
 from folders import (
     Result,
     completion_rows,
@@ -392,7 +393,7 @@ def test_an_error_of_another_kind_is_not_taken_for_memory(monkeypatch):
     assert "ValueError was not foreseen" in tezo("doctor").err
 
 
-@pytest.mark.parametrize("mebibytes", [300, 500, 800])
+@pytest.mark.parametrize("mebibytes", mostly_slow([300, 500, 800], 500))
 def test_a_limit_of_memory_ends_a_command_in_a_sentence(mebibytes):
     resource = pytest.importorskip("resource", reason="limits are set by a module that Windows lacks")
     limit = mebibytes << 20

@@ -355,6 +355,7 @@ def real(request):
         pytest.skip("SmolLM2 cannot be loaded by its name here")
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_real_model_expects_the_end_of_its_template(real):
     """Where the tokenizer ends texts otherwise, the loss is that of the template's end, and below that of the other."""

@@ -8,6 +8,7 @@ import shutil
 from typing import Any
 
 import pytest
+from cases import mostly_slow
 from folders import model_and_rows, tokenizer_for
 from forks import TEZO, forked
 from kills import contents
@@ -100,7 +101,7 @@ def test_a_disk_that_fails_at_any_write_is_named_and_nothing_saved_is_lost(home,
     assert failed == set(NATURAL)
 
 
-@pytest.mark.parametrize("name", ["tezo-cadam", "mezo"])
+@pytest.mark.parametrize("name", mostly_slow(["tezo-cadam", "mezo"], "mezo"))
 def test_a_replay_beyond_the_limit_of_a_file_is_a_sentence_and_leaves_nothing(home, tmp_path, name):
     train(config(home, name), tmp_path / "run")
     whole = tmp_path / "whole"

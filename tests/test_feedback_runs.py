@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import tuples_mostly_slow
+from cases import mostly_slow, tuples_mostly_slow
 from folders import (
     completion_rows,
     label_rows,
@@ -173,7 +173,7 @@ def test_every_kind_of_model_takes_them_and_ends_as_an_adapter(tmp_path, family,
     assert tezo("eval", tmp_path / "run", "--data", rows).code == 0
 
 
-@pytest.mark.parametrize("share", ["rows", "directions"])
+@pytest.mark.parametrize("share", mostly_slow(["rows", "directions"], "rows"))
 def test_ranks_take_the_steps_of_one_process(home, tmp_path, share):
     settings = {"feedback_first": 2, "feedback_last": 1, "parallel": share}
     path = recipe(home, tmp_path, "head-feedback", 2, **settings)

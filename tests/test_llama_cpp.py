@@ -44,12 +44,16 @@ def home(tmp_path_factory):
     return root
 
 
-OPTIONS = {"gauss-newton": {}, "tezo-cadam": {"lr": 0.05}, "lozo": {"lr": 1e-3, "frozen_rank": 64}}
+OPTIONS = {
+    "gauss-newton": {"num_directions": 20},
+    "tezo-cadam": {"lr": 0.05, "num_directions": 2},
+    "lozo": {"lr": 1e-3, "frozen_rank": 64},
+}
 
 
 def config(home, name="gauss-newton", rows="labels", model="tiny.gguf", **changes):
     data = {part: str(home / f"{rows}.jsonl") for part in ("train", "dev", "test")}
-    options = {"name": name, "rank": 4, "num_directions": 20} | OPTIONS[name]
+    options = {"name": name, "rank": 4} | OPTIONS[name]
     made = parse_config(
         {
             "model": {"name": str(home / model), "engine": "llama.cpp"},

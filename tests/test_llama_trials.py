@@ -13,7 +13,9 @@ pytestmark = [
 ]
 DIAGONAL = {("qwen3", "F32"), ("gpt2", "BF16"), ("qwen3moe", "Q8_0"), ("gemma3", "Q5_0"), ("phi3", "Q4_K_M"),
             ("stablelm", "F16"), ("olmo2", "Q6_K"), ("granite", "IQ4_NL")}  # fmt: skip
-"""What the fast tests have: each type once."""
+"""Each type once."""
+FAST = {("qwen3moe", "Q8_0"), ("gemma3", "Q5_0"), ("phi3", "Q4_K_M"), ("granite", "IQ4_NL")}
+"""Of these, what the fast tests have."""
 ALL_TYPES = ("llama", "qwen3moe", "gemma3", "phi3", "falcon-h1", "gpt-oss")
 """Architectures that are tried in every type; the others in float32 and in the commonest mix. The table has all."""
 EVERY = [
@@ -27,7 +29,7 @@ EVERY = [
 
 @pytest.mark.parametrize(
     ("architecture", "kind"),
-    [pytest.param(*own, marks=() if own in DIAGONAL else pytest.mark.slow) for own in EVERY],
+    [pytest.param(*own, marks=() if own in FAST else pytest.mark.slow) for own in EVERY],
 )
 def test_a_file_is_tuned_saved_exported_and_read_back(architecture, kind, tmp_path):
     found = tried(architecture, kind, "llama.cpp", tmp_path)
@@ -40,7 +42,7 @@ def test_a_file_is_tuned_saved_exported_and_read_back(architecture, kind, tmp_pa
 
 
 @pytest.mark.parametrize("kind", [pytest.param(own, marks=() if own == "Q5_0" else pytest.mark.slow) for own in TYPES])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.slow), "qwen2"])
 def test_so_it_is_in_torch(architecture, kind, tmp_path):
     found = tried(architecture, kind, "torch", tmp_path)
     assert REFUSED not in found and holds(found, kind), found

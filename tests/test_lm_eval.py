@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import mostly_slow
 from folders import completion_rows, label_rows, model_folder, refused, tezo, write_rows
 from transformers import AutoModelForCausalLM
 
@@ -149,7 +150,7 @@ ALL_KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["opt", "stories260K"])
+@pytest.mark.parametrize("family", mostly_slow(["opt", "stories260K"], "opt"))
 def test_an_evaluator_has_the_figures_of_the_harness_itself(home, tmp_path, family):
     # Rows scored and continued by the evaluator that engines share, beside the harness's model of transformers.
     from lm_eval import simple_evaluate

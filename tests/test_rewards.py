@@ -211,6 +211,7 @@ def test_a_stopped_run_goes_on_to_the_bit_and_is_replayed_without_the_scorer(hom
     assert same(result(tmp_path / "replayed"), result(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_after_any_entry_of_its_log_leaves_the_same_files(home, tmp_path):
     made = config(home, steps=2, batch_size=4, eval_every=1, log_every=1, max_new_tokens=3)
     made = replace(made, method=MethodConfig(name="es", options={"rank": 4, "num_directions": 3}))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from cases import mostly_slow
 from few_bits import LAYER, in_few_bits, in_groups, rewritten
 from folders import refused, tezo
 from short_runs import stopped
@@ -141,7 +142,9 @@ def test_looks_at_weights_that_are_not_read_are_refused_before_anything_is_writt
     assert run_config(parse_config(asked), tmp_path / "run")["num_forward_passes"] == 2
 
 
-@pytest.mark.parametrize("case", [("labels", {}), ("texts", {}), ("labels", {"objective": "accuracy"})], ids=str)
+@pytest.mark.parametrize(
+    "case", mostly_slow([("labels", {}), ("texts", {}), ("labels", {"objective": "accuracy"})], ("labels", {})), ids=str
+)
 def test_the_default_of_such_a_folder_does_not_look_and_is_resumed(case, home, standin, monkeypatch, tmp_path):
     monkeypatch.setattr(standin, "alters", lambda adapter: adapter)
     (tmp_path / "packed").mkdir()
