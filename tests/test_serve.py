@@ -60,6 +60,11 @@ def post(url, body, path="completions"):
             return error.code, json.load(error)
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return bound.getsockname()[1]
+
+
 def text_of(url, model, prompt, **more):
     status, found = post(url, {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": MOST} | more)
     assert status == 200, found
@@ -81,6 +86,11 @@ def program(row):
 
 def half(row):
     return program(row) if row["number"] % 2 else None
+
+def reports(row):
+    with open(os.path.join(os.path.dirname(__file__), "addresses"), "a") as file:
+        print(os.environ["OPENAI_BASE_URL"], file=file)
+    return program(row)
 
 def fails(row):
     raise KeyError("no such thing")
@@ -106,6 +116,7 @@ def home(tmp_path_factory):
 
 MODEL_OF = {"torch": "llama-chat", "llama.cpp": "tiny.gguf"}
 ENGINES = ["torch", pytest.param("llama.cpp", marks=pytest.mark.engine)]
+TORCH_FAST = ["torch", pytest.param("llama.cpp", marks=(pytest.mark.engine, pytest.mark.slow))]
 
 
 def config(home, scorer="program", engine="torch", model=None, **more):
@@ -339,7 +350,7 @@ def test_parameters_of_other_types_are_refused_by_their_names(name):
 # Runs
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", TORCH_FAST)
 def test_a_program_that_asks_for_the_rows_text_is_the_scorer_of_it(home, tmp_path, engine):
     """To the bit: the log, the metrics and the result are those of the run that is given the texts."""
     train(config(home, "happy", engine), tmp_path / "texts")
@@ -379,6 +390,7 @@ def test_a_program_may_be_an_object_and_its_environment_is_left_as_it_was(home, 
         run.close()
 
 
+@pytest.mark.slow
 def test_a_run_of_a_program_that_was_killed_after_any_entry_leaves_the_same_files(home, tmp_path):
     made = config(home, steps=2, batch_size=2, eval_every=2, reward_workers=1)
     train(made, tmp_path / "whole")
@@ -503,14 +515,37 @@ def test_members_are_adapters_of_the_vllm_server_which_the_program_asks_itself(o
     assert not standin.adapters
 
 
-def test_answers_to_a_program_that_asks_a_server_are_not_seen_and_so_not_learnt_from(on_vllm, tmp_path):
+def test_a_run_learns_from_what_a_program_is_answered_by_the_vllm_server(on_vllm, tmp_path):
+    """The program asks this process while answers are learnt from, which asks the server; else the server itself."""
     home, standin = on_vllm
-    made = learning(home, standin.url)
-    with pytest.raises(RequestError, match=r"does not see the answers; choose another method, such as --method es"):
-        train(made, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    before = len(standin.asked)
+    made = learning(home, standin.url, steps=1, batch_size=12)
+    summary = train(replace(made, method=MethodConfig()), tmp_path / "run")
+    assert summary["method"] == "policy-gradient" and summary["idle_steps"] == 0
+    lines = read_jsonl(tmp_path / "run/scored.jsonl")
+    assert len(lines) == 12 * ANSWERS and len({line["score"] for line in lines}) > 6
+    bodies = [body for path, body in standin.asked[before:] if path == COMPLETIONS]
+    own = [body for body in bodies if isinstance(body["prompt"], str)]
+    passed_on = [body for body in bodies if body.get("temperature") == 1.0 and not isinstance(body["prompt"], str)]
+    assert {row["prompt"] for row in read_jsonl(home / "dev.jsonl")} <= {body["prompt"] for body in own}
+    assert {body["temperature"] for body in own} == {0}  # as the program asks for, which is sampled to be learnt from
+    assert sum(len(body["prompt"]) for body in passed_on) == 12 * ANSWERS
+    assert len({body["seed"] for body in passed_on}) == len(passed_on)
+    assert not standin.adapters
 
 
+def test_a_port_is_of_the_server_of_this_process_where_programs_ask_it(on_vllm, tmp_path):
+    home, standin = on_vllm
+    made = of_vllm(on_vllm)
+    with pytest.raises(RequestError, match=r"serve_port is .* under es programs ask .* itself; leave it out"):
+        train(replace(made, train=replace(made.train, serve_port=free_port())), tmp_path / "run")
+    port = free_port()
+    train(learning(home, standin.url, "reports", steps=1, serve_port=port), tmp_path / "run")
+    asked = {line.rpartition(":")[2] for line in (home / "addresses").read_text().splitlines()}
+    assert f"{port}/v1" in asked
+
+
+@pytest.mark.slow
 def test_members_that_a_restart_has_taken_are_scored_again(on_vllm, tmp_path, monkeypatch):
     _, standin = on_vllm
     train(of_vllm(on_vllm), tmp_path / "whole")
@@ -627,7 +662,7 @@ def test_a_call_that_has_hung_up_is_neither_answered_nor_learnt_from(home, monke
     job.optimizer.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", TORCH_FAST)
 def test_a_run_learns_from_a_program_and_goes_on_to_the_bit(home, tmp_path, engine):
     made = learning(home, engine, steps=2, batch_size=12)
     summary = train(made, tmp_path / "run")

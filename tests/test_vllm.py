@@ -16,7 +16,7 @@ import pytest
 import requests
 import torch
 import transformers
-from folders import completion_rows, refused, tezo, train, write_rows
+from folders import completion_rows, read_jsonl, refused, tezo, train, write_rows
 from real_vllm import ALL, ATTENTION, PYTHON, real_server, with_adapters
 from safetensors.torch import load_file
 from vllm_server import a_change, another_of_its_base, check_ends_alike, some_asked, vllm_home, vllm_server
@@ -261,6 +261,32 @@ def test_answers_to_a_prompt_are_drawn_apart_where_a_seed_is_of_a_request(home, 
 @pytest.mark.slow
 def test_a_policy_gradient_learns_from_what_a_real_server_writes(home, address, tmp_path):
     check_learnt(home, tmp_path, address)
+
+
+ASKING = """
+import json, os, urllib.request
+
+def words(row):
+    body = {"model": os.environ["TEZO_MODEL"], "prompt": row["prompt"], "temperature": 0, "max_tokens": 5}
+    url = os.environ["OPENAI_BASE_URL"] + "/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return float(len(json.load(answer)["choices"][0]["text"].split()))
+"""
+
+
+@real
+@pytest.mark.slow
+def test_a_policy_gradient_learns_from_a_program_whose_answers_a_real_server_writes(home, address, tmp_path):
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in completion_rows(12)])
+    (tmp_path / "score.py").write_text(ASKING)
+    train = {"reward": f"{tmp_path / 'score.py'}:words", "serve": True, "reward_workers": 4, "steps": 1,
+             "batch_size": 8, "max_new_tokens": 5}  # fmt: skip
+    request = {"model": {"name": str(home / "tiny"), "engine": address}, "data": {"train": str(prompts), "num_dev": 4}}
+    summary = run_config(parse_config(request | {"train": train}), tmp_path / "run")
+    assert summary["method"] == "policy-gradient" and summary["idle_steps"] == 0
+    scores = {line["score"] for line in read_jsonl(tmp_path / "run/scored.jsonl")}
+    assert len(scores) > 1 and None not in scores
 
 
 class Restart(Listener):

@@ -493,6 +493,9 @@ class _Desk:
             sorted(self._objective.ends.marks),
             False,
             noisy=noisy if sampled else None,
+            # an engine that draws random numbers itself writes answers that are learnt from, and no others
+            temperature=LEARNT if self.numbers else 0.0,
+            seeds=[task.sampling.seed_of(task.row) for task in tasks if task.sampling and self.numbers],
             ended=ended if differ else None,
         )
 

@@ -25,8 +25,8 @@ SECONDS_OF_A_PROGRAM = 600.0
 class ProgramReward(Reward):
     """The mean score of a program that asks the model itself, as often as it wants, on a server.
 
-    The scorer is called with a row, see `tezo.tasks.scoring.call_on`. An engine that is a server answers by itself;
-    other models answer on a server of this process, which `port` is of.
+    The scorer is called with a row, see `tezo.tasks.scoring.call_on`. Models answer on a server of this process, which
+    `port` is of. An engine that is a server answers by itself, but for answers whose tokens are kept.
 
     Attributes:
         port: of 127.0.0.1; 0: any that is free.

@@ -26,7 +26,6 @@ from tezo.directions.bases.basis import Basis
 from tezo.directions.targets import is_packed
 from tezo.methods import AUTO, ES, GAUSS_NEWTON, HEAD_FEEDBACK, METHODS, POLICY_GRADIENT, Method, method
 from tezo.methods.bases import find_basis
-from tezo.models.kinds import ADDRESS, engine_kind
 from tezo.models.loading import LoadedModel
 from tezo.newton.labels import rank_for
 from tezo.optim.base_optimizer import BaseOptimizer
@@ -224,8 +223,7 @@ def choose_method(
     """Returns the method in the place of "auto", by what is tuned, on what and for what.
 
     1. A model that is not causal, or has an adapter of PEFT: head-feedback.
-    2. A reward: policy-gradient; es of a program that asks a server itself, in several processes, and of a model whose
-       last blocks cannot be computed anew.
+    2. A reward: policy-gradient; es in several processes, and of a model whose last blocks cannot be computed anew.
     3. A metric, or rows that neither share their labels nor are free text for the last layer: head-feedback.
     4. The loss, in several processes, which share rows by default: head-feedback.
     5. The loss of a model whose layers gauss-newton cannot look at: head-feedback.
@@ -301,8 +299,6 @@ def _default_for_reward(
         return HEAD_FEEDBACK, ""
     if peft != "none":
         return _instead(f"model.peft is {peft}, and the adapter is tuned", f"without one {usual}")
-    if config.train.serve and engine_kind(config.model.engine) == ADDRESS:  # the run does not see the answers
-        return ES, ""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     reason = f"{POLICY_GRADIENT} runs in one process" if several else why_no_answers()
     return (POLICY_GRADIENT, "") if reason is None else (ES, f"method.name is {ES}, because {reason}; else {usual}.")

@@ -31,7 +31,7 @@ from tezo.tasks.examples import check_answers
 from tezo.tasks.notices import label_notices, leak_notices, rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import Encoded, Objective
-from tezo.tasks.own_server import check_free
+from tezo.tasks.own_server import check_free, check_installed
 from tezo.tasks.programs import PROGRAMS, SECONDS_OF_A_PROGRAM, ProgramReward
 from tezo.tasks.rewards import Reward, prompt_of
 from tezo.tasks.rows import Format
@@ -219,12 +219,8 @@ def _check_serves(config: Config) -> None:
             f"model.workers is {model.workers}, and train.serve answers from one engine of this process; leave one of "
             "them out."
         )
-    if engine_kind(model.engine) != ADDRESS:
+    if engine_kind(model.engine) != ADDRESS or port:
         check_free(port)
-    elif port:
-        raise RequestError(
-            f"train.serve_port is {port}, and model.engine is a server, which answers at its address; leave it out."
-        )
 
 
 def with_reward(config: Config, reward: Score | str | None) -> tuple[Config, Score | None]:
@@ -504,11 +500,14 @@ def _check_objective(config: Config, *, learns_labels: bool) -> None:
             f"method.name is {name}, which learns from answers that the model writes, and train.objective is "
             f"{objective}; give a scorer of answers in train.reward, or choose another method."
         )
-    if chosen.takes_answers and config.train.serve and engine_kind(config.model.engine) == ADDRESS:
-        raise RequestError(
-            f"method.name is {name}, and the program of train.serve asks {config.model.engine} itself, so that the run "
-            f"does not see the answers; choose another method, such as --method {ES}."
-        )
+    if config.train.serve and engine_kind(config.model.engine) == ADDRESS:
+        if chosen.takes_answers:
+            check_installed()
+        elif config.train.serve_port:
+            raise RequestError(
+                f"train.serve_port is {config.train.serve_port}, and under {name} programs ask {config.model.engine} "
+                "itself; leave it out."
+            )
     if chosen.takes_outputs and objective != LOSS:
         raise RequestError(
             f"train.objective is {objective}, and {name} needs the outputs of each row; choose another method "

@@ -68,7 +68,7 @@ class TrainConfig:
     serve: bool = False
     """Whether the scorer asks the model itself, by its name on an OpenAI-compatible server; see docs/rewards.md."""
     serve_port: int = 0
-    """Port of 127.0.0.1 where the model answers; 0: any that is free. A vLLM server answers at its own address."""
+    """Port of 127.0.0.1 where tezo answers; 0: any that is free. A member of es on vLLM answers at vLLM's address."""
     seed: int = 0
     """Seed of directions, data order and sampling."""
     schedule: Literal["constant", "linear", "cosine"] | None = None
