@@ -209,6 +209,7 @@ def test_what_transformers_does_not_read_is_said(tiny, tmp_path):
     assert "'viking'" in split and "RoPE" in scaling
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_smollm2_knows_the_capital_of_france(smollm2):
     model, tokenizer = smollm2.model, smollm2.tokenizer
@@ -219,6 +220,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2):
     assert tokenizer.decode(answer) == " Paris."
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_tokenizer_of_smollm2_is_the_one_of_its_file(smollm2):
     tokenizer = smollm2.tokenizer

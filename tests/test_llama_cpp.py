@@ -193,7 +193,7 @@ def test_long_texts_common_beginnings_and_many_texts_are_read_right(home):
     ("name", "rows"),
     [
         ("gauss-newton", "labels"),
-        ("gauss-newton", "texts"),
+        pytest.param("gauss-newton", "texts", marks=pytest.mark.slow),
         ("tezo-cadam", "labels"),
         pytest.param("lozo", "labels", marks=pytest.mark.slow),
     ],
