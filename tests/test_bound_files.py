@@ -108,7 +108,7 @@ def test_a_flipped_byte_is_found_or_changes_nothing(home, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_flipped_bytes_all_over_are_found_by_each_command_or_change_nothing(home, tmp_path, kind):
-    check(home, tmp_path, kind, 12)
+    check(home, tmp_path, kind, 6)
 
 
 @pytest.mark.parametrize("most", [60, pytest.param(10**9, marks=pytest.mark.slow)])
