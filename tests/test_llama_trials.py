@@ -13,7 +13,7 @@ pytestmark = [
 ]
 DIAGONAL = {("qwen3", "F32"), ("gpt2", "BF16"), ("qwen3moe", "Q8_0"), ("gemma3", "Q5_0"), ("phi3", "Q4_K_M"),
             ("stablelm", "F16"), ("olmo2", "Q6_K"), ("granite", "IQ4_NL")}  # fmt: skip
-"""Each type once."""
+"""Each type once, in an architecture of its own."""
 FAST = {("qwen3moe", "Q8_0"), ("phi3", "Q4_K_M")}
 """Of these, what the fast tests have."""
 ALL_TYPES = ("qwen3moe", "gemma3")

@@ -20,7 +20,7 @@ from folders import bpe_tokenizer, completion_rows, message_rows, model_folder, 
 from gguf_files import tiny_llama, write_gguf
 from kills import contents
 from short_runs import entries, killed_after, result, same, stopped
-from vllm_server import COMPLETIONS, a_change, vllm_home, vllm_server
+from vllm_server import COMPLETIONS, a_change, failure, vllm_home, vllm_server
 
 import tezo as library
 from tezo.engines import load
@@ -519,19 +519,75 @@ def test_a_run_learns_from_what_a_program_is_answered_by_the_vllm_server(on_vllm
     """The program asks this process while answers are learnt from, which asks the server; else the server itself."""
     home, standin = on_vllm
     before = len(standin.asked)
-    made = learning(home, standin.url, steps=1, batch_size=12)
-    summary = train(replace(made, method=MethodConfig()), tmp_path / "run")
+    made = replace(learning(home, standin.url, steps=1, batch_size=12), method=MethodConfig())
+    summary = train(made, tmp_path / "run")
     assert summary["method"] == "policy-gradient" and summary["idle_steps"] == 0
-    lines = read_jsonl(tmp_path / "run/scored.jsonl")
-    assert len(lines) == 12 * ANSWERS and len({line["score"] for line in lines}) > 6
     bodies = [body for path, body in standin.asked[before:] if path == COMPLETIONS]
     own = [body for body in bodies if isinstance(body["prompt"], str)]
-    passed_on = [body for body in bodies if body.get("temperature") == 1.0 and not isinstance(body["prompt"], str)]
     assert {row["prompt"] for row in read_jsonl(home / "dev.jsonl")} <= {body["prompt"] for body in own}
     assert {body["temperature"] for body in own} == {0}  # as the program asks for, which is sampled to be learnt from
-    assert sum(len(body["prompt"]) for body in passed_on) == 12 * ANSWERS
-    assert len({body["seed"] for body in passed_on}) == len(passed_on)
     assert not standin.adapters
+    scores = [line["score"] for line in read_jsonl(tmp_path / "run/scored.jsonl")]
+    assert len(scores) == 12 * ANSWERS and len({*scores}) > 6
+    train(made, tmp_path / "again")  # calls come in another order
+    assert [line["score"] for line in read_jsonl(tmp_path / "again/scored.jsonl")] == scores
+
+
+def test_each_call_is_passed_on_by_itself_and_refused_by_itself(on_vllm, monkeypatch):
+    home, standin = on_vllm
+    job = prepare(learning(home, standin.url), measuring=False)
+    right, told = standin.completions, {}
+
+    def limited(asked):
+        return failure(400, "It is too long") if asked["max_tokens"] == 4 else right(asked)
+
+    def asks(row, base_url, model):
+        body = {"model": model, "prompt": row["prompt"], "max_tokens": 2 + row["number"], "n": 1 + row["number"] % 2}
+        told[model] = post(base_url, body)
+        return float(len(told))
+
+    monkeypatch.setattr(standin, "completions", limited)
+    reward = replace(job.reward, score=asks, processes=None)
+    written = []
+    for _ in range(2):
+        before = len(standin.asked)
+        found = RewardRows(reward, job.model, job.objective, job.train[:4], 0).write(range(4), 3)
+        texts = [[own["text"] for own in answer["choices"]] for status, answer in told.values() if status == 200]
+        written.append(texts)
+        refused_calls = [answer["error"]["message"] for status, answer in told.values() if status == 400]
+        assert len(refused_calls) == 3 and all("It is too long" in said for said in refused_calls)
+        assert [len(of_call) for of_call in texts] == [1] * 3 + [2] * 3 + [2] * 3  # of rows 0, 1 and 3
+        assert found.answer_X.tolist() == [0, 1, 2, 3, 3, 4, 4, 5, 5, 9, 9, 10, 10, 11, 11]
+        asked = standin.asked[before:]
+        bodies = [body for path, body in asked if path == COMPLETIONS]
+        assert all(len(body["prompt"]) == 1 and body["temperature"] == 1.0 for body in bodies)
+        assert [body["max_tokens"] for body in bodies] == [2] * 3 + [3] * 6 + [4] * 3 + [5] * 6
+        assert len({body["seed"] for body in bodies}) == len(bodies)
+        assert sum("load_lora" in path and "unload" not in path for path, _ in asked) == 1
+        told.clear()
+    assert written[0] == written[1]
+    reward.close()
+    job.optimizer.close()
+
+
+def test_answers_of_a_server_that_was_started_anew_are_those_of_one_that_was_not(on_vllm, tmp_path, monkeypatch):
+    home, standin = on_vllm
+    made = learning(home, standin.url, steps=1, batch_size=12)
+    train(made, tmp_path / "whole")
+    right, learnt = standin.completions, []
+
+    def forgetting(asked):
+        if asked["temperature"] == 1.0:
+            learnt.append(asked["model"])
+            if len(learnt) == 20:
+                standin.adapters.clear()
+        return right(asked)
+
+    monkeypatch.setattr(standin, "completions", forgetting)
+    train(made, tmp_path / "run")
+    assert 12 * ANSWERS < len(learnt) <= 12 * ANSWERS + 8  # those alone are asked again that had no answer yet
+    scores = [[line["score"] for line in read_jsonl(tmp_path / name / "scored.jsonl")] for name in ("whole", "run")]
+    assert scores[0] == scores[1] and None not in scores[0]
 
 
 def test_a_port_is_of_the_server_of_this_process_where_programs_ask_it(on_vllm, tmp_path):
@@ -543,6 +599,12 @@ def test_a_port_is_of_the_server_of_this_process_where_programs_ask_it(on_vllm, 
     train(learning(home, standin.url, "reports", steps=1, serve_port=port), tmp_path / "run")
     asked = {line.rpartition(":")[2] for line in (home / "addresses").read_text().splitlines()}
     assert f"{port}/v1" in asked
+    with socket.create_server(("127.0.0.1", port)):  # which an evaluation does not need
+        done = tezo("eval", tmp_path / "run", "--data", home / "dev.jsonl", "--engine", standin.url)
+        assert done.code == 0, done.err
+        with pytest.raises(RequestError, match=rf"serve_port is {port}.* in use.*, or use --method es, whose programs"):
+            train(learning(home, standin.url, steps=1, serve_port=port), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow

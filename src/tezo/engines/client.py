@@ -26,7 +26,7 @@ from tezo.engines.connection import Connection, Reply, shown
 from tezo.engines.prompts import Answer, Prompt
 from tezo.engines.states import SECONDS_OF_A_FILE, Leftovers, StatesFile, load_states
 from tezo.forward.answers import MalformedError, once_more
-from tezo.forward.engine import Continuing, EngineLostError
+from tezo.forward.engine import Continuing, EngineLostError, EngineRefusesError
 from tezo.system.errors import RequestError
 
 LEAST_BYTES, BYTES_OF_A_TOKEN = 1 << 20, 1 << 9
@@ -215,7 +215,7 @@ class Client:
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora."
             )
         if status >= 400 and not (status == 404 and path in (MODELS, TOKENIZE)):
-            raise RequestError(f"model.engine: the server at {self.address} refuses: {_said(reply)}")
+            raise EngineRefusesError(f"model.engine: the server at {self.address} refuses: {_said(reply)}")
         if status != 200:
             to = f" to {shown(reply.place)}" if reply.place else ""
             raise MalformedError(f"status {status}{to}")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -153,6 +153,7 @@ class Server(Engine):
     def __init__(self, client: Client, model: Any, tokenizer: Any, copy: SecondCopy | None = None) -> None:
         self._model, self._client, self._copy = model, client, copy
         self._checked: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+        self._loaded: dict[str, Path] = {}
         shared = os.environ.get(FOLDER) or ("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
         self._shared = Path(shared)
         for folder in self._shared.glob(f"{OWN}*"):  # by a process that was killed
@@ -266,7 +267,7 @@ class Server(Engine):
 
     def serve(self, changes: Sequence[Change], ask: Callable[[Named], T]) -> list[T]:
         def asked(name: str) -> T:
-            found = ask(Named(f"{self._client.address}/v1", name))
+            found = ask(Named(f"{self._client.address}/v1", name, partial(self._written, name)))
             if all(each.name != name for each in self._client.models()):  # what was asked meanwhile is of no use
                 raise EngineLostError(f"model.engine: the server at {self._client.address} was started anew.")
             return found
@@ -402,6 +403,19 @@ class Server(Engine):
         client = self._client
         return self._under_each(folders, lambda name: client.continuations(name, prompts, wanted, self._vocabulary))
 
+    def _written(self, name: str, prompts: Sequence[Sequence[int]], wanted: Continuing) -> list[list[int]]:
+        """Returns the tokens that continue prompts under an adapter; a server that was started anew loads it again."""
+
+        def ask() -> list[list[int]]:
+            try:
+                return self._client.continuations(name, prompts, wanted, self._vocabulary)
+            except FailedError:
+                with contextlib.suppress(RequestError):  # it may have it still
+                    self._client.load(name, self._loaded[name])
+                raise
+
+        return self._again(ask)
+
     def _under_each(self, folders: Sequence[Path], ask: Callable[[str], T]) -> list[T]:
         """Returns what is answered under the adapter in each folder, which are asked at once: the server batches them.
 
@@ -457,9 +471,11 @@ class Server(Engine):
         name = f"{self._own}-{secrets.token_hex(6)}"
         try:
             self._client.load(name, folder)
+            self._loaded[name] = folder
             yield name
         finally:
             self._unload(name)
+            self._loaded.pop(name, None)
 
     def _unload(self, name: str) -> None:
         with contextlib.suppress(RequestError, EngineLostError):

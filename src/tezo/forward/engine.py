@@ -160,14 +160,20 @@ class Named:
     Attributes:
         base_url: address of the server, with /v1.
         model: the name, which no other model has or had.
+        write: continues prompts under this name, in any thread; None: by requests alone.
     """
 
     base_url: str
     model: str
+    write: Callable[[Sequence[Sequence[int]], Continuing], list[list[int]]] | None = None
 
 
 class EngineLostError(RequestError):
     """An engine is gone, and may come back: a server that was ended, a worker that died."""
+
+
+class EngineRefusesError(RequestError):
+    """An engine refuses a request, such as a prompt that is too long for it."""
 
 
 def told_by(logits_PV: Tensor, tokens_PC: Tensor, likely: int) -> Told:

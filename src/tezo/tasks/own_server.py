@@ -1,7 +1,8 @@
-"""An OpenAI-compatible server on 127.0.0.1, for programs that ask a model of this process by its name.
+"""An OpenAI-compatible server on 127.0.0.1, for programs that ask a model of a run by its name.
 
-Calls come side by side, in the thread of the server. The thread that opened the names computes: it takes all calls
-that wait for one model, and answers them in one batch. So the weights are those of the name while a call is answered.
+Calls come side by side, in the thread of the server. The thread that opened the names answers them: it takes all calls
+that wait for one model, and computes them in one batch. So the weights are those of the name while a call is answered.
+Where an engine that is a server writes, each call is passed on by itself, side by side with the others.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tezo.forward.engine import Continuing, Named
+from tezo.forward.engine import Continuing, EngineRefusesError, Named
 from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
 from tezo.tasks.generation import LEARNT, Sampling, Turn, to_the_end, written_together
@@ -153,6 +154,8 @@ class OwnServer:
         first: int,
         count: int,
         ask: Callable[[Sequence[Named]], T],
+        *,
+        apart: bool = False,
     ) -> tuple[T, list[list[Turn]]]:
         """Returns the value of `ask` for so many names of one model, and the turns that were written under each.
 
@@ -167,10 +170,11 @@ class OwnServer:
             first: number of the first name, by which random numbers differ.
             count: number of names.
             ask: it may send requests until it returns.
+            apart: whether `writer` takes calls in several threads, and each call by itself.
         """
         named = self._new_names(count)
         desk = _Desk(self, model, objective, step, {each.model: first + i for i, each in enumerate(named)})
-        (found,) = self._open(desk, dict.fromkeys(desk.numbers, writer), [partial(ask, named)])
+        (found,) = self._open(desk, dict.fromkeys(desk.numbers, writer), [partial(ask, named)], apart=apart)
         return found, [desk.turns[each.model] for each in named]
 
     def _new_names(self, count: int) -> list[Named]:
@@ -179,7 +183,9 @@ class OwnServer:
         self._given += count
         return names
 
-    def _open(self, desk: "_Desk", writers: Mapping[str, Writer], asks: Sequence[Callable[[], T]]) -> list[T]:
+    def _open(
+        self, desk: "_Desk", writers: Mapping[str, Writer], asks: Sequence[Callable[[], T]], *, apart: bool = False
+    ) -> list[T]:
         """Returns the values of functions during which models have these names."""
         threads = ThreadPoolExecutor(len(asks))
         asked: list[Future[T]] = []
@@ -189,7 +195,7 @@ class OwnServer:
             for ask in asks:
                 asked.append(threads.submit(ask))
                 asked[-1].add_done_callback(lambda _: self._calls.put(None))
-            self._answer(desk, writers, asked)
+            (self._answer_apart if apart else self._answer)(desk, writers, asked)
         finally:
             with self._lock:
                 self._names = ()
@@ -216,10 +222,33 @@ class OwnServer:
                 desk.answer(writer, batch)
             except BaseException as error:
                 for call in (*batch, *waiting):
-                    call.end(Refused(f"The run has ended ({type(error).__name__}).", status=500))
+                    call.end(ended_by(error))
                 raise
         for call in waiting:
             call.end(no_such_model(call.request.model))
+
+    def _answer_apart(self, desk: "_Desk", writers: Mapping[str, Writer], asked: "Sequence[Future[T]]") -> None:
+        """Answers each call by itself, side by side with the others, until all that was asked has its value."""
+
+        def answer(call: Call) -> None:
+            try:
+                desk.answer(writers[call.request.model], [call])
+            except EngineRefusesError as error:  # this call alone, of which the program is told
+                call.end(Refused(str(error)))
+            except BaseException as error:
+                call.end(ended_by(error))
+                raise
+
+        with ThreadPoolExecutor(MOST_TOGETHER) as threads:
+            running: list[Future[None]] = []
+            while not all(each.done() for each in asked):
+                call = self._calls.get()
+                if call is not None:
+                    running.append(threads.submit(answer, call))
+                    running[-1].add_done_callback(lambda _: self._calls.put(None))
+                for each in [each for each in running if each.done()]:
+                    running.remove(each)
+                    each.result()  # raises what ends the run
 
     def _waiting(self) -> list[Call]:
         """Takes the calls that wait."""
@@ -338,6 +367,11 @@ class OwnServer:
         return call
 
 
+def ended_by(error: BaseException) -> Refused:
+    """Returns the answer to calls that an error of the run leaves without one."""
+    return Refused(f"The run has ended ({type(error).__name__}).", status=500)
+
+
 async def answer_of(call: Call, receive: Callable[[], Coroutine[Any, Any, Any]]) -> dict[str, Any]:
     """Returns the answer to a call, which is withdrawn where the program hangs up before.
 
@@ -384,6 +418,7 @@ class _Desk:
         numbers: Mapping[str, int] | None = None,
     ) -> None:
         self._server, self._model, self._objective, self._step = server, model, objective, step
+        self._alone = threading.Lock()  # of all but writing: tokenizers are not for several threads
         self._times: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.numbers = numbers or {}
         self.turns: dict[str, list[Turn]] = {name: [] for name in self.numbers}
@@ -395,7 +430,8 @@ class _Desk:
             if call.answer.cancelled():
                 continue
             try:
-                taken.append((call, self._tasks(call.request)))
+                with self._alone:
+                    taken.append((call, self._tasks(call.request)))
             except Refused as error:
                 call.end(error)
         written = iter(self._written(writer, [task for _, tasks in taken for task in tasks]))
@@ -403,7 +439,7 @@ class _Desk:
             found = [next(written) for _ in tasks]
             answers = [answer for answer, _ in found]
             asked = sum(len(task.prompt) for task in tasks[:: call.request.count])
-            with suppress(InvalidStateError):  # the program has hung up meanwhile
+            with self._alone, suppress(InvalidStateError):  # the program has hung up meanwhile
                 call.answer.set_result(answer_to(call.request, self._server.number(), int(time.time()), asked, answers))
                 if self.numbers:
                     turns = [(tuple(t.prompt), tuple(tokens)) for t, (_, tokens) in zip(tasks, found, strict=True)]
@@ -468,9 +504,10 @@ class _Desk:
                 part = places[start : start + MOST_TOGETHER]
                 of_part = [tasks[i] for i in part]
                 written = writer([task.prompt for task in of_part], self._continuing(of_part))
-                for i, task, tokens in zip(part, of_part, written, strict=True):
-                    answer = self._ended(task, tokens)
-                    found[i] = answer, tokens[: answer.tokens]
+                with self._alone:
+                    for i, task, tokens in zip(part, of_part, written, strict=True):
+                        answer = self._ended(task, tokens)
+                        found[i] = answer, tokens[: answer.tokens]
         return [found[i] for i in range(len(tasks))]
 
     def _continuing(self, tasks: Sequence[_Task]) -> Continuing:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from tezo.forward.engine import Named
 from tezo.tasks.generation import Turn
 from tezo.tasks.objectives.causal import CausalObjective
+from tezo.tasks.objectives.evaluators import Writer
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.own_server import OwnServer
 from tezo.tasks.rewards import Reward, sample_of
@@ -25,8 +26,8 @@ SECONDS_OF_A_PROGRAM = 600.0
 class ProgramReward(Reward):
     """The mean score of a program that asks the model itself, as often as it wants, on a server.
 
-    The scorer is called with a row, see `tezo.tasks.scoring.call_on`. Models answer on a server of this process, which
-    `port` is of. An engine that is a server answers by itself, but for answers whose tokens are kept.
+    The scorer is called with a row, see `tezo.tasks.scoring.call_on`. It asks a server of this process, which computes
+    the answers, or has an engine that is a server write them. It asks such an engine itself where no tokens are kept.
 
     Attributes:
         port: of 127.0.0.1; 0: any that is free.
@@ -98,8 +99,21 @@ class ProgramReward(Reward):
             with self._alone:
                 return [score for sample in own for score in self.scores([sample])]
 
-        (writer,) = objective.evaluator.writers(model, objective.tokenizer, 1)
-        found, turns = self._server().roll_out(model, objective, writer, step, first, len(samples), ask)
+        def rolled_out(writer: Writer, *, apart: bool) -> tuple[list[Scored], list[list[Turn]]]:
+            server = self._server()
+            return server.roll_out(model, objective, writer, step, first, len(samples), ask, apart=apart)
+
+        evaluator = objective.evaluator
+        if evaluator.serves:
+
+            def under(named: Named) -> tuple[list[Scored], list[list[Turn]]]:
+                assert named.write is not None
+                return rolled_out(named.write, apart=True)
+
+            ((found, turns),) = evaluator.serve(model, 1, under)
+        else:
+            (writer,) = evaluator.writers(model, objective.tokenizer, 1)
+            found, turns = rolled_out(writer, apart=False)
         return turns, [""] * len(samples), found
 
     def _server(self) -> OwnServer:

@@ -31,7 +31,7 @@ from tezo.tasks.examples import check_answers
 from tezo.tasks.notices import label_notices, leak_notices, rows_as_read, token_notices
 from tezo.tasks.objectives.batch import Batch
 from tezo.tasks.objectives.objective import Encoded, Objective
-from tezo.tasks.own_server import check_free, check_installed
+from tezo.tasks.own_server import check_free
 from tezo.tasks.programs import PROGRAMS, SECONDS_OF_A_PROGRAM, ProgramReward
 from tezo.tasks.rewards import Reward, prompt_of
 from tezo.tasks.rows import Format
@@ -211,6 +211,14 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
     return ProgramReward(*common, port=train.serve_port) if train.serve else Reward(*common)
 
 
+def _check_sees(config: Config) -> None:
+    """Raises a `RequestError` where no server can be opened that sees what programs ask a server of vLLM."""
+    try:
+        check_free(config.train.serve_port)
+    except RequestError as error:
+        raise RequestError(f"{str(error).rstrip('.')}, or use --method {ES}, whose programs ask vLLM itself.") from None
+
+
 def _check_serves(config: Config) -> None:
     """Raises a `RequestError` where the model of a configuration cannot have names on a server."""
     model, port = config.model, config.train.serve_port
@@ -219,7 +227,7 @@ def _check_serves(config: Config) -> None:
             f"model.workers is {model.workers}, and train.serve answers from one engine of this process; leave one of "
             "them out."
         )
-    if engine_kind(model.engine) != ADDRESS or port:
+    if engine_kind(model.engine) != ADDRESS:
         check_free(port)
 
 
@@ -502,7 +510,7 @@ def _check_objective(config: Config, *, learns_labels: bool) -> None:
         )
     if config.train.serve and engine_kind(config.model.engine) == ADDRESS:
         if chosen.takes_answers:
-            check_installed()
+            _check_sees(config)
         elif config.train.serve_port:
             raise RequestError(
                 f"train.serve_port is {config.train.serve_port}, and under {name} programs ask {config.model.engine} "

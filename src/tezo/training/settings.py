@@ -68,7 +68,7 @@ class TrainConfig:
     serve: bool = False
     """Whether the scorer asks the model itself, by its name on an OpenAI-compatible server; see docs/rewards.md."""
     serve_port: int = 0
-    """Port of 127.0.0.1 where tezo answers; 0: any that is free. A member of es on vLLM answers at vLLM's address."""
+    """Port of 127.0.0.1 where tezo answers; 0: any that is free. With a vLLM server policy-gradient alone has one."""
     seed: int = 0
     """Seed of directions, data order and sampling."""
     schedule: Literal["constant", "linear", "cosine"] | None = None
