@@ -600,7 +600,8 @@ def test_a_port_is_of_the_server_of_this_process_where_programs_ask_it(on_vllm, 
     asked = {line.rpartition(":")[2] for line in (home / "addresses").read_text().splitlines()}
     assert f"{port}/v1" in asked
     with socket.create_server(("127.0.0.1", port)):  # which an evaluation does not need
-        done = tezo("eval", tmp_path / "run", "--data", home / "dev.jsonl", "--engine", standin.url)
+        reward = ("--reward", f"{home / 'score.py'}:program", "--serve", "--set", f"model.engine={standin.url}")
+        done = tezo("eval", tmp_path / "run", "--data", home / "dev.jsonl", *reward)
         assert done.code == 0, done.err
         with pytest.raises(RequestError, match=rf"serve_port is {port}.* in use.*, or use --method es, whose programs"):
             train(learning(home, standin.url, steps=1, serve_port=port), tmp_path / "other")

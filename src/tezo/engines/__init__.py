@@ -46,8 +46,8 @@ def load(config: ModelConfig) -> LoadedModel:
     name = engine_kind(config.engine)
     if config.engine == ADDRESS:
         raise RequestError(
-            "model.engine was the address of a server, which a run folder may not name; give it again, by --engine or "
-            "--set model.engine=http://HOST:PORT, or model.engine=torch."
+            "model.engine was the address of a server, which a run folder may not name; give it again, by "
+            "--set model.engine=http://HOST:PORT, or have --set model.engine=torch."
         )
     if name == "vllm":
         raise RequestError(
