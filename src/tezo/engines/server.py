@@ -40,7 +40,7 @@ from tezo.forward.engine import (
     Continuing,
     Engine,
     EngineLostError,
-    Named,
+    Served,
     Told,
     Watch,
     Watched,
@@ -265,9 +265,9 @@ class Server(Engine):
         with contextlib.ExitStack() as files:
             return self._continued(prompts, [files.enter_context(self._folder(change)) for change in changes], wanted)
 
-    def serve(self, changes: Sequence[Change], ask: Callable[[Named], T]) -> list[T]:
+    def serve(self, changes: Sequence[Change], ask: Callable[[Served], T]) -> list[T]:
         def asked(name: str) -> T:
-            found = ask(Named(f"{self._client.address}/v1", name, partial(self._written, name)))
+            found = ask(Served(f"{self._client.address}/v1", name, partial(self._written, name)))
             if all(each.name != name for each in self._client.models()):  # what was asked meanwhile is of no use
                 raise EngineLostError(f"model.engine: the server at {self._client.address} was started anew.")
             return found

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tezo.forward.answers import MalformedError, check_continued, check_told, once_more
-from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Named, Told, Watch, Watched
+from tezo.forward.engine import Asked, Change, Continuing, Engine, EngineLostError, Served, Told, Watch, Watched
 from tezo.models.kinds import ModelConfig
 from tezo.models.loading import LoadedModel
 from tezo.system.errors import RequestError
@@ -62,7 +62,7 @@ class Workers(Engine):
     ) -> list[list[list[int]]]:
         return self._shared_out(changes, lambda engine, change: engine.generate([change], prompts, wanted)[0])
 
-    def serve(self, changes: Sequence[Change], ask: Callable[[Named], T]) -> list[T]:
+    def serve(self, changes: Sequence[Change], ask: Callable[[Served], T]) -> list[T]:
         return self._shared_out(changes, lambda engine, change: engine.serve([change], ask)[0])
 
     def _shared_out(self, changes: Sequence[Change], compute: Callable[[Engine, Change], T]) -> list[T]:

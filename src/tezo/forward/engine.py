@@ -153,6 +153,10 @@ class Continuing:
         return found
 
 
+Writer = Callable[[Sequence[Sequence[int]], Continuing], list[list[int]]]
+"""(prompts, how they are continued) -> the tokens that one model writes after each of them."""
+
+
 @dataclass(frozen=True)
 class Named:
     """A model that answers by its name on an OpenAI-compatible server.
@@ -160,12 +164,21 @@ class Named:
     Attributes:
         base_url: address of the server, with /v1.
         model: the name, which no other model has or had.
-        write: continues prompts under this name, in any thread; None: by requests alone.
     """
 
     base_url: str
     model: str
-    write: Callable[[Sequence[Sequence[int]], Continuing], list[list[int]]] | None = None
+
+
+@dataclass(frozen=True)
+class Served(Named):
+    """A model that has a name on the server of an engine.
+
+    Attributes:
+        write: what writes under this name, in any thread.
+    """
+
+    write: Writer
 
 
 class EngineLostError(RequestError):
@@ -308,7 +321,7 @@ class Engine(ABC):
             RequestError: the engine does not continue texts in this way.
         """
 
-    def serve(self, changes: Sequence[Change], ask: Callable[[Named], T]) -> list[T]:
+    def serve(self, changes: Sequence[Change], ask: Callable[[Served], T]) -> list[T]:
         """Returns the value of `ask` for each change, which has a name on the server meanwhile.
 
         Calls run side by side, each in a thread. A call is repeated where the server has lost the change meanwhile.

@@ -23,13 +23,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tezo.forward.engine import Continuing, EngineRefusesError, Named
+from tezo.forward.engine import Continuing, EngineRefusesError, Named, Writer
 from tezo.system.digests import hash_of
 from tezo.system.errors import RequestError
 from tezo.tasks.generation import LEARNT, Sampling, Turn, to_the_end, written_together
 from tezo.tasks.objectives.causal import CausalObjective
 from tezo.tasks.objectives.ends import text_after
-from tezo.tasks.objectives.evaluators import Writer
 from tezo.tasks.openai_form import Refused, Request, Written, answer_to, models_as, no_such_model, request_of
 
 T = TypeVar("T")

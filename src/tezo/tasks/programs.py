@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from tezo.forward.engine import Named
+from tezo.forward.engine import Named, Writer
 from tezo.tasks.generation import Turn
 from tezo.tasks.objectives.causal import CausalObjective
-from tezo.tasks.objectives.evaluators import Writer
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.own_server import OwnServer
 from tezo.tasks.rewards import Reward, sample_of
@@ -100,17 +99,12 @@ class ProgramReward(Reward):
                 return [score for sample in own for score in self.scores([sample])]
 
         def rolled_out(writer: Writer, *, apart: bool) -> tuple[list[Scored], list[list[Turn]]]:
-            server = self._server()
-            return server.roll_out(model, objective, writer, step, first, len(samples), ask, apart=apart)
+            count = len(samples)
+            return self._server().roll_out(model, objective, writer, step, first, count, ask, apart=apart)
 
         evaluator = objective.evaluator
         if evaluator.serves:
-
-            def under(named: Named) -> tuple[list[Scored], list[list[Turn]]]:
-                assert named.write is not None
-                return rolled_out(named.write, apart=True)
-
-            ((found, turns),) = evaluator.serve(model, 1, under)
+            ((found, turns),) = evaluator.serve(model, 1, lambda served: rolled_out(served.write, apart=True))
         else:
             (writer,) = evaluator.writers(model, objective.tokenizer, 1)
             found, turns = rolled_out(writer, apart=False)

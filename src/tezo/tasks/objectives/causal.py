@@ -11,13 +11,13 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from tezo.directions.outputs import of_tokens
 from tezo.directions.targets import device_of
 from tezo.forward.beside_weight import keeping_points
-from tezo.forward.engine import Continuing
+from tezo.forward.engine import Continuing, Writer
 from tezo.models.loading import UNBOUNDED
 from tezo.system.errors import RequestError
 from tezo.tasks.examples import Example
 from tezo.tasks.objectives.batch import Batch, Pass, TokenTree, common_prefix, packed_tree
 from tezo.tasks.objectives.ends import ends_of
-from tezo.tasks.objectives.evaluators import TextEvaluator, Writer, base_of, logits_and_hidden_at, logits_at
+from tezo.tasks.objectives.evaluators import TextEvaluator, base_of, logits_and_hidden_at, logits_at
 from tezo.tasks.objectives.objective import Encoded, Objective
 from tezo.tasks.objectives.packing import longest_packed, takes_packed
 

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from tezo.directions.outputs import Places
-from tezo.forward.engine import Continuing, Named
+from tezo.forward.engine import Continuing, Served, Writer
 from tezo.forward.layers import LayerFunction, layer_in_torch
 from tezo.forward.watching import Watcher, head_rows, hooked
 from tezo.system.errors import RequestError
 from tezo.tasks.objectives.batch import Batch
 
 T = TypeVar("T")
-
-Writer = Callable[[Sequence[Sequence[int]], Continuing], list[list[int]]]
-"""(prompts, how they are continued) -> the tokens that one model writes after each of them."""
 
 
 class Evaluator(ABC):
@@ -128,7 +125,7 @@ class TextEvaluator(Evaluator):
     def writers(self, model: Any, tokenizer: Any, copies: int) -> list[Writer]:
         """Returns what each of `copies` models, `most_named` at most, writes with, while the parameters are as now."""
 
-    def serve(self, model: Any, copies: int, ask: Callable[[Named], T]) -> list[T]:
+    def serve(self, model: Any, copies: int, ask: Callable[[Served], T]) -> list[T]:
         """See `Engine.serve`, for each of `copies` models, `most_named` at most."""
         del model, copies, ask
         raise RequestError("torch does not answer by names of models.")

@@ -20,9 +20,10 @@ from tezo.forward.engine import (
     Continuing,
     Engine,
     LayerInputs,
-    Named,
+    Served,
     Told,
     Watch,
+    Writer,
     changes_of,
 )
 from tezo.forward.layers import LayerFunction, differentiable
@@ -32,7 +33,7 @@ from tezo.system.progress import current
 from tezo.tasks.objectives.batch import Batch, Pass, padded
 from tezo.tasks.objectives.causal import CausalInTorch
 from tezo.tasks.objectives.ends import text_after
-from tezo.tasks.objectives.evaluators import TextEvaluator, Writer
+from tezo.tasks.objectives.evaluators import TextEvaluator
 
 T = TypeVar("T")
 
@@ -170,7 +171,7 @@ class CausalInEngine(TextEvaluator):
 
         return [partial(write, change) for change in self._changes(model, copies)]
 
-    def serve(self, model: Any, copies: int, ask: Callable[[Named], T]) -> list[T]:
+    def serve(self, model: Any, copies: int, ask: Callable[[Served], T]) -> list[T]:
         found = self._engine.serve(self._changes(model, copies), ask)
         if copies > 1 and all(one == found[0] for one in found):  # by chance, or it ignores changes
             self._engine.check_changes()
