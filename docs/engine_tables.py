@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from drawing import grid, machine, read
-from practice_tables import setfit_level
+from practice_tables import probe_level, setfit_level
 
 LORA = "LoRA with gradients"
 """Its name in `real_tasks.json`."""
@@ -201,7 +201,8 @@ def levels(task: str) -> str:
     fitted = {what: _accuracy({"after": ours[0]["untuned"][what]}) for what in ("bias", "probe")}
     said = [
         f"Accuracy on {ours[0]['rows']['test']} test rows: untuned {_accuracy({'after': ours[0]['before']}):.1f} %;",
-        f"untuned with a fitted bias for each label {fitted['bias']:.1f} %; a linear probe {fitted['probe']:.1f} %;",
+        f"untuned with a fitted bias for each label {fitted['bias']:.1f} %; a linear probe of the last states "
+        f"{fitted['probe']:.1f} %{probe_level(task)};",
         f"the default {_middle(_accuracy, ours):.1f} % in {_middle(_passes, ours):.0f} passes of 64 rows, median of",
         f"{len(ours)} seeds; {LORA} {_middle(_accuracy, lora):.1f} % in {_middle(_passes, lora):.0f} passes, each",
         "forward and backward.",

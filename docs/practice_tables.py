@@ -84,6 +84,12 @@ def costs() -> str:
     )  # fmt: skip
 
 
+def probe_level(task: str) -> str:
+    """The end of a sentence on a probe of all rows of a task, with the depth that it does best at; "" without a run."""
+    runs = by_cell().get((task, COUNTS[-1], "probe"), [])
+    return f", and of those at its best depth {cell(runs, 'accuracy', 100, 1)} %" if runs else ""
+
+
 def setfit_level(task: str) -> str:
     """A sentence on SetFit with all rows of a task; "" where it has no run yet."""
     runs = by_cell().get((task, COUNTS[-1], "setfit"), [])
