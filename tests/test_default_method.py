@@ -319,7 +319,7 @@ def test_a_run_takes_no_step_that_raises_the_dev_loss_and_ends_after_two_such_ro
     assert (resumed["steps"], resumed["stopped"]) == (2, "idle")
 
 
-@pytest.mark.parametrize("data", ["labels", "texts"])
+@pytest.mark.parametrize("data", ["labels", pytest.param("texts", marks=pytest.mark.slow)])
 def test_dev_rows_are_passed_once_for_an_evaluation_and_the_step_after_it(home, tmp_path, monkeypatch, data):
     passed, asked = [], []
 

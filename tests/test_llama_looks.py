@@ -84,6 +84,7 @@ def test_layers_outside_of_a_pass_have_the_trained_change(home):
     job.optimizer.close()
 
 
+@pytest.mark.slow
 def test_torch_looks_where_an_engine_does_not_show_layers(home, tmp_path, monkeypatch):
     made, summaries = config(home / "tiny.gguf", home / "labels.jsonl"), []
     for shows in (True, False):

@@ -187,6 +187,7 @@ def test_ranks_that_share_directions_step_along_all_of_them(home, tmp_path):
     assert all(len(record.probes) == 4 for record in records(tmp_path / "run"))
 
 
+@pytest.mark.slow
 @by_torchrun_too
 @pytest.mark.timeout(600)
 def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(home, tmp_path, start):

@@ -326,7 +326,7 @@ def short_words(prompt, completion, row):
 """
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_scorer_that_changes_the_working_folder_moves_nothing(home, tmp_path, monkeypatch, workers):
     (home / "wanders.py").write_text(WANDERS)
     few = ("--steps", 2, "--set", "train.max_new_tokens=4", "--set", f"train.reward_workers={workers}")

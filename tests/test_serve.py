@@ -378,7 +378,7 @@ def test_a_program_may_be_an_object_and_its_environment_is_left_as_it_was(home, 
     monkeypatch.setenv("OPENAI_BASE_URL", "https://elsewhere")
     monkeypatch.delenv("TEZO_MODEL", raising=False)
     rows = read_jsonl(home / "train.jsonl")
-    common = {"serve": True, "method": "es", "steps": 2, "num_directions": 3, "batch_size": 4, "max_new_tokens": MOST}
+    common = {"serve": True, "method": "es", "steps": 1, "num_directions": 3, "batch_size": 4, "max_new_tokens": MOST}
     runs = [
         library.train(home / "llama-chat", rows, dev=rows, reward=reward, progress=False, **common)
         for reward in (asks, asks_async)
