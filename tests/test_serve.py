@@ -20,7 +20,7 @@ from folders import bpe_tokenizer, completion_rows, message_rows, model_folder, 
 from gguf_files import tiny_llama, write_gguf
 from kills import contents
 from short_runs import entries, killed_after, result, same, stopped
-from vllm_server import COMPLETIONS, a_change, failure, vllm_home, vllm_server
+from vllm_server import ASK, COMPLETIONS, a_change, failure, vllm_home, vllm_server
 
 import tezo as library
 from tezo.engines import load
@@ -71,16 +71,9 @@ def text_of(url, model, prompt, **more):
     return found["choices"][0]["text"]
 
 
-PROGRAM = """
-import json, os, urllib.request
-
-def ask(row):
-    body = {"model": os.environ["TEZO_MODEL"], "prompt": row["prompt"], "temperature": 0, "max_tokens": 8}
-    url = os.environ["OPENAI_BASE_URL"] + "/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)["choices"][0]["text"]
-
+PROGRAM = (
+    ASK
+    + """
 def program(row):
     return happy(row["prompt"], ask(row), row)
 
@@ -98,6 +91,7 @@ def fails(row):
 def happy(prompt, completion, row):
     return sum(ord(sign) % 7 for sign in completion.strip()) / 10
 """
+)
 
 
 @pytest.fixture(scope="module")

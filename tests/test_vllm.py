@@ -19,7 +19,7 @@ import transformers
 from folders import completion_rows, read_jsonl, refused, tezo, train, write_rows
 from real_vllm import ALL, ATTENTION, PYTHON, real_server, with_adapters
 from safetensors.torch import load_file
-from vllm_server import a_change, another_of_its_base, check_ends_alike, some_asked, vllm_home, vllm_server
+from vllm_server import ASK, a_change, another_of_its_base, check_ends_alike, some_asked, vllm_home, vllm_server
 
 from tezo.engines import load
 from tezo.engines.client import Client
@@ -263,16 +263,13 @@ def test_a_policy_gradient_learns_from_what_a_real_server_writes(home, address, 
     check_learnt(home, tmp_path, address)
 
 
-ASKING = """
-import json, os, urllib.request
-
+ASKING = (
+    ASK
+    + """
 def words(row):
-    body = {"model": os.environ["TEZO_MODEL"], "prompt": row["prompt"], "temperature": 0, "max_tokens": 5}
-    url = os.environ["OPENAI_BASE_URL"] + "/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return float(len(json.load(answer)["choices"][0]["text"].split()))
+    return float(len(ask(row).split()))
 """
+)
 
 
 @real

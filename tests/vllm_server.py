@@ -22,6 +22,17 @@ from tezo.models.lora import Adapter, attach_adapter, load_adapter
 
 NAME = "tiny"
 COMPLETIONS = "/v1/completions"
+ASK = """
+import json, os, urllib.request
+
+def ask(row):
+    body = {"model": os.environ["TEZO_MODEL"], "prompt": row["prompt"], "temperature": 0, "max_tokens": 8}
+    url = os.environ["OPENAI_BASE_URL"] + "/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["text"]
+"""
+"""What a program begins with that asks a model for an answer to its row."""
 
 
 @dataclass
