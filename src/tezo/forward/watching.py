@@ -25,6 +25,8 @@ class Watcher:
         inputs: layers whose inputs it is shown, in the order in which they are called.
         adds: layers to whose outputs it adds vectors.
         most: places at which it looks, of all passes together, evenly spaced; None: all.
+        trail: tokens that it looks at for each place, the last ones up to it, but not a row's first; an engine, which
+            shows what it is asked for, has the place alone.
         means: whether it is shown the means over the tokens that answers depend on.
         flattened: whether layers are watched whose inputs have no dimension of rows, as in OPT.
         passes: calls of the model so far; an engine may compute rows several times to look into them.
@@ -33,6 +35,7 @@ class Watcher:
     inputs: Sequence[str] = ()
     adds: Sequence[str] = ()
     most: int | None = None
+    trail = 1
     means = False
     flattened = False
     passes = 0
@@ -57,14 +60,16 @@ class Watcher:
 class PassPlaces:
     """The places of each pass of a model in turn, of all passes at most so many, evenly spaced.
 
+    `trail`: see `Watcher`.
+
     Attributes:
         now: those of the pass that is running; None: it has none.
     """
 
-    def __init__(self, places: Sequence[Places | None], most: int | None = None) -> None:
+    def __init__(self, places: Sequence[Places | None], most: int | None = None, trail: int = 1) -> None:
         total = sum(len(each.place_P) for each in places if each is not None)
         self._stride = 1 if most is None else max(1, -(-total // most))
-        self._passes = iter(places)
+        self._passes, self._trail = iter(places), trail
         self.now: Places | None = None
 
     def enter(self, *_: object) -> None:
@@ -72,16 +77,21 @@ class PassPlaces:
         places = next(self._passes, None)
         if places is not None:
             kept = places.place_P % self._stride == 0
-            places = Places(
-                places.row_P[kept], places.position_P[kept], places.stop_P[kept], places.place_P[kept], places.example_R
+            before_PL = torch.arange(1 - self._trail, 1).expand(int(kept.sum()), -1)
+            position_PL = places.position_P[kept].unsqueeze(1) + before_PL.to(places.position_P.device)
+            is_seen_PL = (position_PL > 0) | (before_PL == 0).to(position_PL.device)
+            row_P, stop_P, place_P = (
+                each[kept].unsqueeze(1).expand_as(position_PL)[is_seen_PL]
+                for each in (places.row_P, places.stop_P, places.place_P)
             )
+            places = Places(row_P, position_PL[is_seen_PL], stop_P, place_P, places.example_R)
         self.now = places if places is not None and len(places.place_P) else None
 
 
 @contextmanager
 def hooked(model: nn.Module, watcher: Watcher, places: Sequence[Places | None]) -> Iterator[None]:
     """While open, a watcher looks into the passes of the model's modules, which have these places one after another."""
-    passes = PassPlaces(places, watcher.most)
+    passes = PassPlaces(places, watcher.most, watcher.trail)
 
     def enter(*_: object) -> None:
         watcher.passes += 1

@@ -33,6 +33,8 @@ SWEEPS = 40
 CLOSE = 0.1
 """Largest part of what is rebuilt that may be missed. Engines round the inputs of layers in few bits."""
 
+PLACES_AT_ONCE = 512
+"""Places whose gradient is computed at a time: each keeps about two numbers for each of its inputs meanwhile."""
 CHECKED = 8
 """Places at which the derivatives of layers are checked."""
 
@@ -286,14 +288,36 @@ class Stream:
         attention = [(x_PI[places_P], y_PD[places_P]) for x_PI, y_PD in self.attention]
         return replace(self, start_PD=self.start_PD[places_P], attention=attention, head_PD=self.head_PD[places_P])
 
-    def of(self, factors: Factors) -> Tensor:
-        """Returns the inputs of the head, (P, D), with U V^T beside these layers."""
-        h_PD = self.start_PD
+    def of(self, factors: Factors, added: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Returns the inputs of the head, (P, D), with U V^T beside these layers, and (P, D) added to outputs."""
+        h_PD, also = self.start_PD, added or {}
         for block, (x_PI, y_PD), mlp in zip(self.blocks, self.attention, self.mlps, strict=True):
-            h_PD = h_PD + y_PD + _beside(x_PI, factors.get(block.attention.name))
+            at, then = block.attention.name, block.mlp.name
+            h_PD = h_PD + y_PD + _beside(x_PI, factors.get(at)) + also.get(at, 0.0)
             a_PI = mlp.inside(h_PD)
-            h_PD = h_PD + mlp.last(a_PI) + _beside(a_PI, factors.get(block.mlp.name))
+            h_PD = h_PD + mlp.last(a_PI) + _beside(a_PI, factors.get(then)) + also.get(then, 0.0)
         return self.norm_D * normalised(h_PD)
+
+    def gradients(self, rows_CD: Tensor) -> dict[str, Tensor]:
+        """Returns the mean over the places of the gradient of d_c . n by the outputs of each layer that writes h.
+
+        Args:
+            rows_CD: d.
+
+        Returns:
+            Parameter name -> (D, C), float64.
+        """
+        classes, places = len(rows_CD), len(self.start_PD)
+        names = [writer.name for block in self.blocks for writer in block.writers]
+        shifts = {name: torch.zeros_like(rows_CD).requires_grad_() for name in names}
+        class_X, place_X = (each.flatten() for each in torch.meshgrid(
+            torch.arange(classes), torch.arange(places), indexing="ij"))  # fmt: skip
+        for part_X in torch.split(torch.arange(len(place_X)), PLACES_AT_ONCE):
+            class_P, stream = class_X[part_X], self.at(place_X[part_X])
+            with torch.enable_grad():
+                n_PD = stream.of({}, {name: shift_CD[class_P] for name, shift_CD in shifts.items()})
+                torch.autograd.backward((n_PD * rows_CD[class_P]).sum() / places, inputs=[*shifts.values()])
+        return {name: shift_CD.grad.T.double() for name, shift_CD in shifts.items() if shift_CD.grad is not None}
 
     def check(self, found_PD: Tensor) -> None:
         """Checks what `of` returns with the factors of the pass.

@@ -1,14 +1,15 @@
 """A look: the directions that a refresh of gauss-newton finds on training rows, and how it finds them.
 
 Layers that may be changed are later ones of the model, whose outputs are of the size of the last one's, so that they
-may write to the same residual stream. The first look at labelled rows measures the output side, on fewer rows: a second
-pass adds random vectors to the outputs of the last layer, which shows the vectors S that raise the score of each class;
-a third adds such a vector to the outputs of one layer in each row. Layers at which it acts nearly as at the last one
-may be changed. Further passes measure S at `DEPTHS` of them, once for the outputs at the place and once for those at
-all other tokens, since a vector that acts at the end of the model does little in its middle, and next to nothing at
-other tokens there. Each layer has S of the nearest depth, and inputs are recorded for more rows. Later looks take S
-and these layers from the one before, and record inputs alone, unless the labels need a bias still, which S was to give
-them.
+may write to the same residual stream. The first look at labelled rows finds the output side, on fewer rows: the vectors
+S that raise the score of each class. Where labels differ in one token each and the last blocks can be rebuilt, S of
+each layer is computed from one pass (`class_vectors`), and a second one confirms that it acts. Elsewhere it is
+measured: a second pass adds random vectors to the outputs of the last layer, and a third adds S to those of one layer
+in each row. Layers at which it acts nearly as at the last one may be changed. Further passes measure S at `DEPTHS` of
+them, once for the outputs at the place and once for those at all other tokens, since a vector that acts at the end of
+the model does little in its middle, and next to nothing at other tokens there. Each layer has S of the nearest depth.
+Then inputs are recorded for more rows. Later looks take S and these layers from the one before, and record inputs
+alone, unless the labels need a bias still, which S was to give them.
 
 Regressions (`labels`) predict the errors of the outputs from the inputs x of each layer, less their projection on the
 averages of these inputs. So V^T x = 0 on average: a direction moves rows apart, and no class as a whole. With B (C, R)
@@ -48,6 +49,7 @@ from tezo.directions.bases.basis import (
 )
 from tezo.directions.outputs import Outputs, errors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
+from tezo.newton.class_vectors import FEW, of_last_blocks
 from tezo.newton.labels import Layout, common, is_biased, regress
 from tezo.newton.last_blocks import NotRebuiltError, name_of
 from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, finite
@@ -228,6 +230,11 @@ class ErrorBasis(DataBasis[Look]):
         rows = _rows(source, refresh_step, count)
         if rows.are_texts:
             return self._of_text(refresh_step, source, rows, tried[-1])
+        computed = of_last_blocks(model, _rows(source, refresh_step, FEW), tried, refresh_step)
+        if computed is not None:
+            found = self._record(refresh_step, source, computed.vectors)
+            passes += computed.passes + found.passes
+            return look_at_labels(found, computed.vectors, self._targets, self._ranks, passes)
         recorded = InputRecorder(tried)
         with rows.watching(model, recorded):
             outputs = finite(rows.outputs())
@@ -254,8 +261,8 @@ class ErrorBasis(DataBasis[Look]):
     def _record(self, refresh_step: int, source: Source, vectors: ClassVectors) -> LabelledRows:
         """Returns as many labelled rows as the inputs of these layers may be kept of."""
         layers = [target for target in self._targets if target.name in vectors.layers]
-        rows = _rows(source, refresh_step, rows_to_record(layers, self._targets, MOST_LABELLED))
-        recorded = InputRecorder(layers)
+        rows = _rows(source, refresh_step, rows_to_record(layers, self._targets, MOST_LABELLED, vectors.kinds))
+        recorded = InputRecorder(layers, both=vectors.kinds > 1)
         with rows.watching(source.model, recorded):
             outputs = finite(rows.outputs())
         return LabelledRows(recorded, outputs, rows.stepped, recorded.passes)
@@ -301,14 +308,14 @@ def may_change(targets: Sequence[Target]) -> list[Target]:
     return like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
 
 
-def rows_to_record(layers: Sequence[Target], every: Sequence[Target], most: int) -> int:
-    """Returns the number of rows, at most `most`, whose inputs of these layers may be kept."""
+def rows_to_record(layers: Sequence[Target], every: Sequence[Target], most: int, kinds: int = 2) -> int:
+    """Returns the number of rows, at most `most`, whose inputs of these layers may be kept, of so many kinds."""
     bytes_of_all = sum(target.parameter.nbytes for target in every)
-    return max(LEAST_ROWS, min(most, bytes_of_all // SHARE // max(1, _row_bytes(layers))))
+    return max(LEAST_ROWS, min(most, bytes_of_all // SHARE // max(1, _row_bytes(layers, kinds))))
 
 
-def _row_bytes(layers: Sequence[Target]) -> int:
-    return sum(4 * input_size(target) for target in layers)  # two inputs of each, in half precision
+def _row_bytes(layers: Sequence[Target], kinds: int = 2) -> int:
+    return sum(2 * kinds * input_size(target) for target in layers)  # in half precision
 
 
 def _rows(source: Source, refresh_step: int, count: int) -> RowOutputs:
@@ -332,7 +339,9 @@ def look_at_labels(
     outputs, error_TC = rows.outputs, errors(rows.outputs)
     classes, inputs = error_TC.shape[1], {name: rows.recorded.found[name] for name in vectors.layers}
     distinct = {id(each): each for each in inputs.values()}  # layers share inputs
-    regressions = {key: regress(each.varying(), error_TC[each.places()]) for key, each in distinct.items()}
+    regressions = {
+        key: regress(each.varying()[: vectors.kinds], error_TC[each.places()]) for key, each in distinct.items()
+    }
     found = {name: regressions[id(each)] for name, each in inputs.items()}
     every = [part for parts in found.values() for part in parts]
     last, most = vectors.layers[-1], max(ranks.values())

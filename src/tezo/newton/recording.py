@@ -29,6 +29,8 @@ KEPT_EFFECT = 0.3
 """Least effect of a vector at a layer, as a part of its effect at the last one."""
 NUDGES = 128
 """Random vectors that S is measured with at a layer, at least; few rows have several each."""
+TRIES = 128
+"""Rows in which layers are tried, at least; few rows are passed several times."""
 KNOWN = 0.1
 """S is known where predictions of unseen changes of scores by it have at least this correlation with them."""
 LEAST_SLOPE = 0.1
@@ -41,33 +43,38 @@ class Inputs:
 
     Attributes:
         at: inputs at the place, (P, I) for each pass, in half precision, less their mean in the first one.
-        mean: likewise the means over the tokens before.
+        mean: likewise the means over the tokens before, if they are kept.
         place: the places.
-        means: these means in the first pass, (I,), as far as there are any.
+        means: their means in the first pass, (I,), as far as there are any.
+        sums: sums over the places of both, (I,) in float64, whether they are kept or not.
     """
 
     at: list[Tensor] = field(default_factory=list)
     mean: list[Tensor] = field(default_factory=list)
     place: list[Tensor] = field(default_factory=list)
     means: list[Tensor] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
 
     def places(self) -> Tensor:
         """Returns the places, (P,)."""
         return torch.cat(self.place)
 
-    def add(self, at: Tensor | None, mean: Tensor | None, place: Tensor) -> None:
-        """Adds the inputs of a pass."""
+    def add(self, at: Tensor | None, mean: Tensor | None, place: Tensor, *, both: bool = True) -> None:
+        """Adds the inputs of a pass; `both`: the means are kept where there are inputs at the place too."""
         shown = [(values.float(), kept) for values, kept in ((at, self.at), (mean, self.mean)) if values is not None]
         if not self.means:
             self.means = [values.mean(0) for values, _ in shown]
-        for (values, kept), mean_I in zip(shown, self.means, strict=True):
+            self.sums = [torch.zeros_like(mean_I, dtype=torch.float64, device="cpu") for mean_I in self.means]
+        for (values, _), sum_I in zip(shown, self.sums, strict=True):
+            sum_I += values.double().sum(0).cpu()
+        for (values, kept), mean_I in zip(shown[: len(shown) if both else 1], self.means, strict=False):
             kept.append((values - mean_I).clamp(-6e4, 6e4).half().cpu())
         self.place.append(place.cpu())
 
     def kinds(self) -> list[Tensor]:
-        """Returns the inputs at the place and the means, (P, I) each in float64, as far as there are any."""
+        """Returns the inputs at the place and the means, (P, I) each in float64, as far as they are kept."""
         found = [torch.cat(kept).double() for kept in (self.at, self.mean) if kept]
-        return [part_PI + mean_I.double().cpu() for part_PI, mean_I in zip(found, self.means, strict=True)]
+        return [part_PI + mean_I.double().cpu() for part_PI, mean_I in zip(found, self.means, strict=False)]
 
     def varying(self) -> list[Tensor]:
         """Returns `kinds` in float32, less their projection on the averages of both.
@@ -75,9 +82,8 @@ class Inputs:
         A factor V that is a sum of such inputs has V^T x = 0 on average at either kind of tokens. So it moves the
         scores of rows apart, and those of no class as a whole, which is for biases to do.
         """
-        found = self.kinds()
-        basis_IK = torch.linalg.qr(torch.stack([part_PI.mean(0) for part_PI in found], 1)).Q
-        return [(part_PI - part_PI @ basis_IK @ basis_IK.T).float() for part_PI in found]
+        basis_IK = torch.linalg.qr(torch.stack(self.sums, 1) / len(self.places())).Q
+        return [(part_PI - part_PI @ basis_IK @ basis_IK.T).float() for part_PI in self.kinds()]
 
     def average(self) -> Tensor:
         """Returns the mean over all places of the inputs there, or else of their means, (I,) in float64."""
@@ -107,6 +113,11 @@ class ClassVectors:
     def layers(self) -> list[str]:
         """Names of the layers."""
         return [*self.vectors]
+
+    @property
+    def kinds(self) -> int:
+        """K, of tokens."""
+        return len(next(iter(self.vectors.values())))
 
     def reach(self, layer: str) -> Tensor:
         """Returns how far outputs of each kind move scores: the square of the gradient there, (K,)."""
@@ -143,7 +154,8 @@ class AddedVectors:
             depths: number of layers at which vectors are measured, at most.
         """
         last_MC = self.measured(targets[-1], size(targets[-1].name), self._tokens[0], is_last=True)
-        acting = self._acting(targets, last_MC)
+        names = self.acting(targets, dict.fromkeys([target.name for target in targets], last_MC))
+        acting = [target for target in targets if target.name in names] or [targets[-1]]
         others = [torch.zeros_like(last_MC)] * (len(self._tokens) - 1)
         found = {len(acting) - 1: torch.stack([last_MC, *others])}
         for depth in range(1, depths):
@@ -192,23 +204,30 @@ class AddedVectors:
         rise = (1 - 1 / raised_TC.shape[1]) / (max(slope, LEAST_SLOPE) if is_last else slope)
         return rise * gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
 
-    def _acting(self, targets: Sequence[Target], vectors_MC: Tensor) -> list[Target]:
-        """Returns the layers at whose outputs S acts nearly as at the last one.
+    def acting(self, targets: Sequence[Target], vectors: Mapping[str, Tensor]) -> list[str]:
+        """Returns the names of the layers at whose outputs S raises scores as it should, or nearly so.
 
-        Each layer has separate places; if these are fewer than the layers, only the last layers are tried.
+        S of one layer is added in the row of each example, each layer in turn, `TRIES` times in all. None are returned
+        where S does not act at the last layer.
+
+        Args:
+            targets: layers, in the order of the model.
+            vectors: S of each, (M, C).
         """
-        count, classes = len(self._outputs.labels_T), vectors_MC.shape[1]
-        targets = targets[-count:]
-        turn_T = torch.arange(count)
-        class_T = (turn_T // len(targets)) % classes
-        added_TM = PUSH * vectors_MC.T[class_T]
-        added = {t.name: added_TM * (turn_T % len(targets) == i).unsqueeze(1) for i, t in enumerate(targets)}
-        raised_TC = self._raised({t.name: t for t in targets}, added, None)
-        wanted_TC = PUSH * (functional.one_hot(class_T, classes).double() - 1 / classes)
-        effect_T = (raised_TC * wanted_TC).sum(1) / wanted_TC.square().sum(1)
-        effects = [float(effect_T[turn_T % len(targets) == i].mean()) for i in range(len(targets))]
-        kept = [t for t, effect in zip(targets, effects, strict=True) if effect >= KEPT_EFFECT * effects[-1]]
-        return kept or [targets[-1]]
+        count, classes = len(self._outputs.labels_T), self._outputs.scores_TC.shape[1]
+        turn_X = torch.arange(count * math.ceil(max(TRIES, len(targets)) / count))
+        class_X = (turn_X // len(targets)) % classes
+        wanted_XC = PUSH * (functional.one_hot(class_X, classes).double() - 1 / classes)
+        raised = []
+        for turn_T, class_T in zip(torch.split(turn_X, count), torch.split(class_X, count), strict=True):
+            is_at = [(turn_T % len(targets) == i).unsqueeze(1) for i in range(len(targets))]
+            added = {t.name: PUSH * vectors[t.name].T[class_T] * at for t, at in zip(targets, is_at, strict=True)}
+            raised.append(self._raised({t.name: t for t in targets}, added, None))
+        effect_X = (torch.cat(raised) * wanted_XC).sum(1) / wanted_XC.square().sum(1)
+        effects = [float(effect_X[turn_X % len(targets) == i].mean()) for i in range(len(targets))]
+        if not effects[-1] >= KEPT_EFFECT:
+            return []
+        return [t.name for t, effect in zip(targets, effects, strict=True) if effect >= KEPT_EFFECT * effects[-1]]
 
     def _raised(self, targets: Mapping[str, Target], added: Mapping[str, Tensor], tokens: Tokens | None) -> Tensor:
         """Returns the changes of the scores (T, C), less their mean over the classes, with vectors added."""
@@ -250,6 +269,7 @@ class InputRecorder(Watcher):
 
     Args:
         targets: the weights of the layers.
+        both: whether means over the tokens before are kept where there are inputs at the place too.
 
     Attributes:
         found: parameter name -> inputs of its layer, in the order in which layers are called.
@@ -257,7 +277,8 @@ class InputRecorder(Watcher):
 
     most, means = MOST_PLACES, True
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[Target], *, both: bool = True) -> None:
+        self._both = both
         self._names = {target.sites[0].name: target.name for target in targets}
         self.inputs = [*self._names]
         self._last: dict[tuple[int, ...], tuple[Inputs, Tensor]] = {}
@@ -279,7 +300,7 @@ class InputRecorder(Watcher):
             if not is_shared:
                 self._adds.add(name)
         if name in self._adds:
-            self.found[name].add(at, mean, places.place_P)
+            self.found[name].add(at, mean, places.place_P, both=self._both)
             self._last[tuple(shown.shape)] = self.found[name], shown
         self._squares.setdefault(name, []).append(inputs.output_square)
 

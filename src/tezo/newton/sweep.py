@@ -26,7 +26,15 @@ from tezo.directions.random import normal
 from tezo.directions.targets import Target
 from tezo.forward.layers import LayerFunction
 from tezo.forward.perturbed_parameter import open_on
-from tezo.newton.last_blocks import Block, Factors, FunctionOf, LastBlocks, last_blocks, name_of
+from tezo.newton.last_blocks import (
+    PLACES_AT_ONCE,
+    Block,
+    Factors,
+    FunctionOf,
+    LastBlocks,
+    last_blocks,
+    name_of,
+)
 from tezo.newton.text import Pair, Seen, readout
 from tezo.optim.closures import RowOutputs
 from tezo.system.progress import tracked
@@ -34,8 +42,6 @@ from tezo.system.signals import let_interrupt
 
 BATCHES, ROWS = 32, 32
 """Batches of a sweep, and rows of a batch."""
-PLACES_AT_ONCE = 512
-"""Places whose gradient is computed at a time: each keeps about two numbers for each of its inputs meanwhile."""
 LAST_BLOCKS = 0.4
 """Blocks that learn, the last ones, as a part of all."""
 U_RATE, V_RATE = 0.12, 0.06

@@ -68,6 +68,7 @@ class TextRecord(Watcher):
         layers: modules whose inputs are kept.
         noisy: layer to whose outputs noise is added; None: to none.
         size: root mean square of the noise.
+        trail: tokens that are watched for each place.
 
     Attributes:
         place: numbers of the places, (P,) for each pass.
@@ -80,7 +81,10 @@ class TextRecord(Watcher):
 
     most, flattened = MOST_TOKENS, True
 
-    def __init__(self, layers: Sequence[str], noisy: Target | None = None, size: float = 0.0) -> None:
+    def __init__(
+        self, layers: Sequence[str], noisy: Target | None = None, size: float = 0.0, *, trail: int = 1
+    ) -> None:
+        self.trail = trail
         self._last, self._noisy, self._size, self._passes = layers[-1], noisy, size, 0
         self.inputs, self.adds = [*layers, HEAD], [] if noisy is None else [name_of(noisy)]
         self.place: list[Tensor] = []
@@ -112,6 +116,11 @@ class TextRecord(Watcher):
         self.x[layer].append(own)
         if layer == self._last:
             self.squares.append(inputs.output_square)
+
+    def last_of_places(self) -> Tensor:
+        """Returns where the places themselves are among the tokens that are watched for them, int64."""
+        place_P = torch.cat(self.place)
+        return torch.cat([place_P[1:] != place_P[:-1], torch.ones(1, dtype=torch.bool)]).nonzero()[:, 0]
 
     @property
     def is_whole(self) -> bool:

@@ -110,6 +110,10 @@ class RowOutputs(Losses):
     def places(self) -> Sequence[Places | None]:
         """Returns where the places are, for each forward pass of `outputs`; None: the pass has other rows."""
 
+    def deciding_tokens(self) -> Tensor | None:
+        """Returns the token of each class whose prediction is read at a place, (C,) int64; None: there is none."""
+        return None
+
     def watching(self, model: nn.Module, watcher: Watcher) -> AbstractContextManager[None]:
         """While open, a watcher looks into the passes of `outputs`, which are passes of this model."""
         return hooked(model, watcher, self.places())

@@ -152,6 +152,11 @@ class Pass:
             return row_P, torch.full_like(row_P, -1)
         return row_P, self.reads_RU[row_P, self.slots_SK[first_S, self.shared_S[first_S]]]
 
+    def deciding_tokens(self) -> Tensor:
+        """Returns the first token by which each option of the first example differs from others, on the CPU."""
+        own_S = self.example_S == self.example_S[0]
+        return self.tokens_SK[own_S, self.shared_S[own_S]].cpu()
+
     def answer_reads(self) -> tuple[Tensor, Tensor]:
         """Returns (row, position whose hidden state predicts it) of each answer token."""
         row_T = self.row_S.unsqueeze(1).expand_as(self.slots_SK)[self.valid_SK]

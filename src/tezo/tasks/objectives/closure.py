@@ -222,6 +222,12 @@ class BatchClosure(RowLosses, RowOutputs):
             start += batch.num_terms
         return found
 
+    def deciding_tokens(self) -> Tensor | None:
+        if self.are_texts or not (self.shared and self._is_causal and self.batches):
+            return None
+        tokens_C = self.batches[0].passes[0].deciding_tokens()
+        return tokens_C if len(tokens_C) == self.batches[0].shape_BO[1] else None
+
     def watching(self, model: Any, watcher: Watcher) -> AbstractContextManager[None]:
         return self.evaluator.watching(model, watcher, self.places())
 

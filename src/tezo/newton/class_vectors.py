@@ -1,0 +1,96 @@
+"""The vectors that raise each class at the outputs of the last blocks, by these blocks as a function of each token.
+
+Where labels differ in one token each, their scores are z_pc = H_c . n_p, H_c the row of the head for that token and n_p
+the inputs of the head at the place. `last_blocks` rebuilds n_p as a function of the outputs y_lp of the layers that
+write the stream, attention held, from one pass over a few rows. With d_c = H_c less the mean over the C classes,
+
+    g_lc = mean_p dz_pc / dy_lp,   z_pc = d_c . n_p,   S_lc = (1 - 1 / C) g_lc / |g_lc|^2,
+
+for all layers at once: S_l, added to the outputs of layer l at the place, raises the score of a class by 1. In trials
+on a decoder of 135M parameters, which are not committed, g of 32 rows had a cosine of 0.9 (its middle) to 1.0 (its end)
+with the gradient that moves attention too, and g by 128 random vectors (`AddedVectors`) one of 0.3 to 0.5.
+
+A second pass adds S to the outputs of one layer in each row. If it does not raise scores as it should, the model is
+another one than that which was rebuilt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tezo.directions.bases.basis import input_size, output_size
+from tezo.directions.targets import ALL_LINEAR, Target, select_targets
+from tezo.forward.layers import LayerFunction
+from tezo.newton.last_blocks import LastBlocks, NotRebuiltError, last_blocks, name_of
+from tezo.newton.recording import AddedVectors, ClassVectors, finite
+from tezo.newton.text import TextRecord
+from tezo.optim.closures import RowOutputs
+
+FEW = 64
+"""Rows that the vectors are computed from."""
+TRAIL = 8
+"""Tokens of each row that the blocks are rebuilt from, the last ones: prompts that end alike have states that do."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Vectors that were computed.
+
+    Attributes:
+        vectors: of the layers at whose outputs they act.
+        passes: calls of the model that they took.
+    """
+
+    vectors: ClassVectors
+    passes: int
+
+
+def of_last_blocks(model: nn.Module, rows: RowOutputs, layers: Sequence[Target], step: int) -> Found | None:
+    """Returns the vectors that raise each class at the outputs of these layers.
+
+    Args:
+        model: the model.
+        rows: rows with labels.
+        layers: layers with outputs of one size, in the order of the model.
+        step: of the draws.
+
+    Returns:
+        None: labels are not told apart by one token each, or the blocks are built otherwise.
+    """
+    tokens_C, names = rows.deciding_tokens(), {layer.name for layer in layers}
+    if tokens_C is None or len(torch.unique(tokens_C)) < len(tokens_C):
+        return None
+    every = last_blocks(select_targets(model, (ALL_LINEAR,)), output_size(layers[-1]))
+    blocks = [block for block in every if names & {writer.name for writer in block.writers}]
+    if not blocks:
+        return None
+    record = TextRecord(LastBlocks.watched(blocks), trail=TRAIL)
+    with rows.watching(model, record):
+        outputs = finite(rows.outputs())
+    if not record.h or not record.is_whole:
+        return None
+
+    def function_of(target: Target) -> LayerFunction:
+        return rows.layer_function(model, name_of(target), input_size(target), record.like)
+
+    inputs, n_PD = {name: torch.cat(parts) for name, parts in record.x.items()}, torch.cat(record.h)
+    weight_CD, _ = rows.head_rows(model, tokens_C, record.like)
+    try:
+        stream = LastBlocks(blocks, inputs, n_PD, function_of).seen(inputs, n_PD, {})
+        gradients = stream.at(record.last_of_places()).gradients(weight_CD - weight_CD.mean(0))
+    except NotRebuiltError:
+        return None
+    found = {name: raising(gradient_MC) for name, gradient_MC in gradients.items() if name in names}
+    added = AddedVectors(model, rows, outputs, step)
+    acting = added.acting([layer for layer in layers if layer.name in found], found)
+    if not acting:
+        return None
+    return Found(ClassVectors({name: found[name].unsqueeze(0) for name in acting}), len(rows.places()) + added.passes)
+
+
+def raising(gradient_MC: Tensor) -> Tensor:
+    """Returns S (M, C), of the gradients g of the scores, less their mean over the classes."""
+    size_C = gradient_MC.square().sum(0).clamp_min(1e-30)
+    return (1 - 1 / gradient_MC.shape[1]) * gradient_MC / size_C
