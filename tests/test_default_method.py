@@ -291,7 +291,7 @@ def test_a_run_ends_where_two_rounds_in_a_row_gained_too_little_on_dev_rows(home
     losses = dev.losses
     end, (gained, lowest) = 7, (0, losses[0])
     for step in range(1, len(losses)):
-        if losses[step] < (1 - least) * lowest:
+        if losses[step] < (1 - max(least, 1e-6)) * lowest:  # a round that takes no step moves it by rounding alone
             gained, lowest = step, losses[step]
         if step - gained >= 2:
             end = step

@@ -87,7 +87,7 @@ def of_last_blocks(model: nn.Module, rows: RowOutputs, layers: Sequence[Target],
     acting = added.acting([layer for layer in layers if layer.name in found], found)
     if not acting:
         return None
-    return Found(ClassVectors({name: found[name].unsqueeze(0) for name in acting}), len(rows.places()) + added.passes)
+    return Found(ClassVectors({name: found[name].unsqueeze(0) for name in acting}), record.passes + added.passes)
 
 
 def raising(gradient_MC: Tensor) -> Tensor:
