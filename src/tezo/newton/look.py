@@ -2,8 +2,8 @@
 
 Layers that may be changed are later ones of the model, whose outputs are of the size of the last one's, so that they
 may write to the same residual stream. The first look at labelled rows finds the output side, on fewer rows: the vectors
-S that raise the score of each class. Where labels differ in one token each and the last blocks can be rebuilt, S of
-each layer is computed from one pass (`class_vectors`), and a second one confirms that it acts. Elsewhere it is
+S that raise the score of each class. Where one look has all rows, labels differ in one token each and the last blocks
+can be rebuilt, S of each layer is computed from one pass (`class_vectors`), and more confirm that it acts. Else it is
 measured: a second pass adds random vectors to the outputs of the last layer, and a third adds S to those of one layer
 in each row. Layers at which it acts nearly as at the last one may be changed. Further passes measure S at `DEPTHS` of
 them, once for the outputs at the place and once for those at all other tokens, since a vector that acts at the end of
@@ -230,11 +230,6 @@ class ErrorBasis(DataBasis[Look]):
         rows = _rows(source, refresh_step, count)
         if rows.are_texts:
             return self._of_text(refresh_step, source, rows, tried[-1])
-        computed = of_last_blocks(model, _rows(source, refresh_step, FEW), tried, refresh_step)
-        if computed is not None:
-            found = self._record(refresh_step, source, computed.vectors)
-            passes += computed.passes + found.passes
-            return look_at_labels(found, computed.vectors, self._targets, self._ranks, passes)
         recorded = InputRecorder(tried)
         with rows.watching(model, recorded):
             outputs = finite(rows.outputs())
@@ -248,12 +243,20 @@ class ErrorBasis(DataBasis[Look]):
                 "method.basis: these rows have per-row options, and errors are predicted for labels or tokens; "
                 "set method.name=head-feedback, or method.basis=gaussian."
             )
+        are_all = len(outputs.labels_T) < count
+        computed = None
+        if are_all:  # one look has all rows: means over other tokens are too many inputs for them
+            computed = of_last_blocks(model, _rows(source, refresh_step, FEW), tried, refresh_step)
+        if computed is not None:
+            passes += recorded.passes + computed.passes
+            found = LabelledRows(recorded, outputs, rows.stepped, 0)
+            return look_at_labels(found, computed.vectors, self._targets, self._ranks, passes)
         last = tried[[t.name for t in tried].index([*recorded.found][-1])]
         added = AddedVectors(model, rows, outputs, refresh_step)
         layers = [t for t in tried[: tried.index(last) + 1] if t.name in recorded.found]
         vectors = added.class_vectors(layers, recorded.output_size, DEPTHS)
         found = LabelledRows(recorded, outputs, rows.stepped, 0)
-        if len(outputs.labels_T) >= count:  # there are more rows
+        if not are_all:
             found = self._record(refresh_step, source, vectors)
         passes += added.passes + recorded.passes + found.passes
         return look_at_labels(found, vectors, self._targets, self._ranks, passes)
@@ -261,8 +264,8 @@ class ErrorBasis(DataBasis[Look]):
     def _record(self, refresh_step: int, source: Source, vectors: ClassVectors) -> LabelledRows:
         """Returns as many labelled rows as the inputs of these layers may be kept of."""
         layers = [target for target in self._targets if target.name in vectors.layers]
-        rows = _rows(source, refresh_step, rows_to_record(layers, self._targets, MOST_LABELLED, vectors.kinds))
-        recorded = InputRecorder(layers, both=vectors.kinds > 1)
+        rows = _rows(source, refresh_step, rows_to_record(layers, self._targets, MOST_LABELLED))
+        recorded = InputRecorder(layers)
         with rows.watching(source.model, recorded):
             outputs = finite(rows.outputs())
         return LabelledRows(recorded, outputs, rows.stepped, recorded.passes)
@@ -308,14 +311,14 @@ def may_change(targets: Sequence[Target]) -> list[Target]:
     return like_last[-math.ceil(LAST_LAYERS * len(like_last)) :]
 
 
-def rows_to_record(layers: Sequence[Target], every: Sequence[Target], most: int, kinds: int = 2) -> int:
-    """Returns the number of rows, at most `most`, whose inputs of these layers may be kept, of so many kinds."""
+def rows_to_record(layers: Sequence[Target], every: Sequence[Target], most: int) -> int:
+    """Returns the number of rows, at most `most`, whose inputs of these layers may be kept."""
     bytes_of_all = sum(target.parameter.nbytes for target in every)
-    return max(LEAST_ROWS, min(most, bytes_of_all // SHARE // max(1, _row_bytes(layers, kinds))))
+    return max(LEAST_ROWS, min(most, bytes_of_all // SHARE // max(1, _row_bytes(layers))))
 
 
-def _row_bytes(layers: Sequence[Target], kinds: int = 2) -> int:
-    return sum(2 * kinds * input_size(target) for target in layers)  # in half precision
+def _row_bytes(layers: Sequence[Target]) -> int:
+    return sum(4 * input_size(target) for target in layers)  # two inputs of each, in half precision
 
 
 def _rows(source: Source, refresh_step: int, count: int) -> RowOutputs:

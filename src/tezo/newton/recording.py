@@ -43,38 +43,33 @@ class Inputs:
 
     Attributes:
         at: inputs at the place, (P, I) for each pass, in half precision, less their mean in the first one.
-        mean: likewise the means over the tokens before, if they are kept.
+        mean: likewise the means over the tokens before.
         place: the places.
-        means: their means in the first pass, (I,), as far as there are any.
-        sums: sums over the places of both, (I,) in float64, whether they are kept or not.
+        means: these means in the first pass, (I,), as far as there are any.
     """
 
     at: list[Tensor] = field(default_factory=list)
     mean: list[Tensor] = field(default_factory=list)
     place: list[Tensor] = field(default_factory=list)
     means: list[Tensor] = field(default_factory=list)
-    sums: list[Tensor] = field(default_factory=list)
 
     def places(self) -> Tensor:
         """Returns the places, (P,)."""
         return torch.cat(self.place)
 
-    def add(self, at: Tensor | None, mean: Tensor | None, place: Tensor, *, both: bool = True) -> None:
-        """Adds the inputs of a pass; `both`: the means are kept where there are inputs at the place too."""
+    def add(self, at: Tensor | None, mean: Tensor | None, place: Tensor) -> None:
+        """Adds the inputs of a pass."""
         shown = [(values.float(), kept) for values, kept in ((at, self.at), (mean, self.mean)) if values is not None]
         if not self.means:
             self.means = [values.mean(0) for values, _ in shown]
-            self.sums = [torch.zeros_like(mean_I, dtype=torch.float64, device="cpu") for mean_I in self.means]
-        for (values, _), sum_I in zip(shown, self.sums, strict=True):
-            sum_I += values.double().sum(0).cpu()
-        for (values, kept), mean_I in zip(shown[: len(shown) if both else 1], self.means, strict=False):
+        for (values, kept), mean_I in zip(shown, self.means, strict=True):
             kept.append((values - mean_I).clamp(-6e4, 6e4).half().cpu())
         self.place.append(place.cpu())
 
     def kinds(self) -> list[Tensor]:
-        """Returns the inputs at the place and the means, (P, I) each in float64, as far as they are kept."""
+        """Returns the inputs at the place and the means, (P, I) each in float64, as far as there are any."""
         found = [torch.cat(kept).double() for kept in (self.at, self.mean) if kept]
-        return [part_PI + mean_I.double().cpu() for part_PI, mean_I in zip(found, self.means, strict=False)]
+        return [part_PI + mean_I.double().cpu() for part_PI, mean_I in zip(found, self.means, strict=True)]
 
     def varying(self) -> list[Tensor]:
         """Returns `kinds` in float32, less their projection on the averages of both.
@@ -82,8 +77,9 @@ class Inputs:
         A factor V that is a sum of such inputs has V^T x = 0 on average at either kind of tokens. So it moves the
         scores of rows apart, and those of no class as a whole, which is for biases to do.
         """
-        basis_IK = torch.linalg.qr(torch.stack(self.sums, 1) / len(self.places())).Q
-        return [(part_PI - part_PI @ basis_IK @ basis_IK.T).float() for part_PI in self.kinds()]
+        found = self.kinds()
+        basis_IK = torch.linalg.qr(torch.stack([part_PI.mean(0) for part_PI in found], 1)).Q
+        return [(part_PI - part_PI @ basis_IK @ basis_IK.T).float() for part_PI in found]
 
     def average(self) -> Tensor:
         """Returns the mean over all places of the inputs there, or else of their means, (I,) in float64."""
@@ -269,7 +265,6 @@ class InputRecorder(Watcher):
 
     Args:
         targets: the weights of the layers.
-        both: whether means over the tokens before are kept where there are inputs at the place too.
 
     Attributes:
         found: parameter name -> inputs of its layer, in the order in which layers are called.
@@ -277,8 +272,7 @@ class InputRecorder(Watcher):
 
     most, means = MOST_PLACES, True
 
-    def __init__(self, targets: Sequence[Target], *, both: bool = True) -> None:
-        self._both = both
+    def __init__(self, targets: Sequence[Target]) -> None:
         self._names = {target.sites[0].name: target.name for target in targets}
         self.inputs = [*self._names]
         self._last: dict[tuple[int, ...], tuple[Inputs, Tensor]] = {}
@@ -300,7 +294,7 @@ class InputRecorder(Watcher):
             if not is_shared:
                 self._adds.add(name)
         if name in self._adds:
-            self.found[name].add(at, mean, places.place_P, both=self._both)
+            self.found[name].add(at, mean, places.place_P)
             self._last[tuple(shown.shape)] = self.found[name], shown
         self._squares.setdefault(name, []).append(inputs.output_square)
 
