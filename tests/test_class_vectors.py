@@ -11,19 +11,19 @@ from tezo.directions.outputs import Places
 from tezo.directions.targets import ALL_LINEAR, select_targets
 from tezo.forward.watching import PassPlaces
 from tezo.newton import class_vectors
-from tezo.newton.class_vectors import of_last_blocks, raising
+from tezo.newton.class_vectors import computed_vectors
 from tezo.newton.look import may_change
-from tezo.newton.recording import AddedVectors
+from tezo.newton.recording import AddedVectors, raising
 from tezo.training.job import prepare
 from tezo.training.settings import parse_config
 
 
-def job_of(folder, family: str, count: int = 60, **data):
+def job_of(folder, family: str):
     model_folder(folder, family)
-    write_rows(folder / "rows.jsonl", label_rows(count))
+    write_rows(folder / "rows.jsonl", label_rows(60))
     return prepare(parse_config({
         "model": {"name": str(folder / family), "device": "cpu"},
-        "data": {"train": str(folder / "rows.jsonl"), "num_dev": 8, **data},
+        "data": {"train": str(folder / "rows.jsonl"), "num_dev": 8},
         "method": {"name": "gauss-newton"}, "train": {"steps": 1, "batch_size": 8},
     }), measuring=False)  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_vectors_are_of_the_gradient_of_the_scores_with_attention_held(tmp_path,
     monkeypatch.setattr("tezo.newton.recording.KEPT_EFFECT", -1e9)  # each layer, wherever it acts
     job = job_of(tmp_path, "llama")
     layers = may_change(select_targets(job.model, (ALL_LINEAR,)))
-    found = of_last_blocks(job.model, rows_of(job, 16), layers, 0)
+    found = computed_vectors(job.model, rows_of(job, 16), layers, 0)
     assert found is not None and {"o_proj.weight", "down_proj.weight"} == {
         ".".join(name.split(".")[-2:]) for name in found.vectors.layers
     }
@@ -87,7 +87,7 @@ def test_a_vector_raises_its_class_by_one_to_first_order():
 def test_a_look_takes_few_passes_where_blocks_are_rebuilt(tmp_path):
     job = job_of(tmp_path, "llama")
     rows = rows_of(job, 16)
-    found = of_last_blocks(job.model, rows, may_change(select_targets(job.model, (ALL_LINEAR,))), 0)
+    found = computed_vectors(job.model, rows, may_change(select_targets(job.model, (ALL_LINEAR,))), 0)
     assert found is not None and found.passes == len(rows.places()) * (1 + 128 // 16)
     job.optimizer.close()
 
@@ -101,7 +101,7 @@ def test_no_vectors_are_computed_where(tmp_path, case, monkeypatch):
         monkeypatch.setattr(type(rows), "deciding_tokens", lambda _: torch.tensor([5, 5]))
     if case == "it acts otherwise":
         monkeypatch.setattr(class_vectors, "raising", lambda gradient_MC: -raising(gradient_MC))
-    assert of_last_blocks(job.model, rows, layers, 0) is None
+    assert computed_vectors(job.model, rows, layers, 0) is None
     job.optimizer.close()
 
 

@@ -38,7 +38,7 @@ def gauss_newton(
     A step takes K + 2 or K + 3 passes over a batch that should be large (`tezo train` takes 128 rows), and before
     it a refresh proposes the directions. On up to 1,024 labelled rows, those of the step among them, the refresh
     finds the inputs of later layers that predict the errors of the outputs, and the outputs of these layers that
-    mend them (`tezo.newton.look`), 2 or 3 directions for two labels, of which the first `num_directions` are taken.
+    mend them (`tezo.newton.look`): 2 or 3 directions for two labels, of which the first `num_directions` are taken.
     The first refresh computes these outputs through the last blocks, where it has all rows and they can be rebuilt,
     or else measures them at four depths. Free text has one direction: in 32 passes over batches of 32 rows the
     last blocks learn by what each pass shows of them (`tezo.newton.sweep`), if they can be rebuilt from it, or else

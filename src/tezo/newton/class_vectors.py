@@ -10,33 +10,33 @@ for all layers at once: S_l, added to the outputs of layer l at the place, raise
 on a decoder of 135M parameters, which are not committed, g of 32 rows had a cosine of 0.9 (its middle) to 1.0 (its end)
 with the gradient that moves attention too, and g by 128 random vectors (`AddedVectors`) one of 0.3 to 0.5.
 
-A second pass adds S to the outputs of one layer in each row. If it does not raise scores as it should, the model is
-another one than that which was rebuilt.
+Further passes add S to the outputs of one layer in each row. Layers at which it does not raise scores are left out; if
+the last one is among them, the model computes otherwise than its blocks were rebuilt.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tezo.directions.bases.basis import input_size, output_size
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
 from tezo.forward.layers import LayerFunction
 from tezo.newton.last_blocks import LastBlocks, NotRebuiltError, last_blocks, name_of
-from tezo.newton.recording import AddedVectors, ClassVectors, finite
+from tezo.newton.recording import AddedVectors, ClassVectors, finite, raising
 from tezo.newton.text import TextRecord
 from tezo.optim.closures import RowOutputs
 
-FEW = 64
-"""Rows that the vectors are computed from."""
+VECTOR_ROWS = 64
+"""Rows that the vectors are computed from, at most."""
 TRAIL = 8
 """Tokens of each row that the blocks are rebuilt from, the last ones: prompts that end alike have states that do."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Vectors that were computed.
+class ComputedVectors:
+    """Vectors that raise each class, and their price.
 
     Attributes:
         vectors: of the layers at whose outputs they act.
@@ -47,7 +47,7 @@ class Found:
     passes: int
 
 
-def of_last_blocks(model: nn.Module, rows: RowOutputs, layers: Sequence[Target], step: int) -> Found | None:
+def computed_vectors(model: nn.Module, rows: RowOutputs, layers: Sequence[Target], step: int) -> ComputedVectors | None:
     """Returns the vectors that raise each class at the outputs of these layers.
 
     Args:
@@ -57,7 +57,7 @@ def of_last_blocks(model: nn.Module, rows: RowOutputs, layers: Sequence[Target],
         step: of the draws.
 
     Returns:
-        None: labels are not told apart by one token each, or the blocks are built otherwise.
+        None: labels are not told apart by one token each, the blocks are built otherwise, or S does not act.
     """
     tokens_C, names = rows.deciding_tokens(), {layer.name for layer in layers}
     if tokens_C is None or len(torch.unique(tokens_C)) < len(tokens_C):
@@ -87,10 +87,5 @@ def of_last_blocks(model: nn.Module, rows: RowOutputs, layers: Sequence[Target],
     acting = added.acting([layer for layer in layers if layer.name in found], found)
     if not acting:
         return None
-    return Found(ClassVectors({name: found[name].unsqueeze(0) for name in acting}), record.passes + added.passes)
-
-
-def raising(gradient_MC: Tensor) -> Tensor:
-    """Returns S (M, C), of the gradients g of the scores, less their mean over the classes."""
-    size_C = gradient_MC.square().sum(0).clamp_min(1e-30)
-    return (1 - 1 / gradient_MC.shape[1]) * gradient_MC / size_C
+    vectors = ClassVectors({layer.name: found[layer.name].unsqueeze(0) for layer in acting})
+    return ComputedVectors(vectors, record.passes + added.passes)

@@ -3,7 +3,7 @@
 Layers that may be changed are later ones of the model, whose outputs are of the size of the last one's, so that they
 may write to the same residual stream. The first look at labelled rows finds the output side, on fewer rows: the vectors
 S that raise the score of each class. Where one look has all rows, labels differ in one token each and the last blocks
-can be rebuilt, S of each layer is computed from one pass (`class_vectors`), and more confirm that it acts. Else it is
+can be rebuilt, S of each layer is computed from one pass (`class_vectors`), and others confirm that it acts. Else it is
 measured: a second pass adds random vectors to the outputs of the last layer, and a third adds S to those of one layer
 in each row. Layers at which it acts nearly as at the last one may be changed. Further passes measure S at `DEPTHS` of
 them, once for the outputs at the place and once for those at all other tokens, since a vector that acts at the end of
@@ -49,7 +49,7 @@ from tezo.directions.bases.basis import (
 )
 from tezo.directions.outputs import Outputs, errors
 from tezo.directions.targets import ALL_LINEAR, Target, select_targets
-from tezo.newton.class_vectors import FEW, of_last_blocks
+from tezo.newton.class_vectors import VECTOR_ROWS, computed_vectors
 from tezo.newton.labels import Layout, common, is_biased, regress
 from tezo.newton.last_blocks import NotRebuiltError, name_of
 from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, finite
@@ -243,19 +243,18 @@ class ErrorBasis(DataBasis[Look]):
                 "method.basis: these rows have per-row options, and errors are predicted for labels or tokens; "
                 "set method.name=head-feedback, or method.basis=gaussian."
             )
+        found = LabelledRows(recorded, outputs, rows.stepped, 0)
         are_all = len(outputs.labels_T) < count
-        computed = None
-        if are_all:  # one look has all rows: means over other tokens are too many inputs for them
-            computed = of_last_blocks(model, _rows(source, refresh_step, FEW), tried, refresh_step)
+        # computed vectors have none for other tokens; with many rows of TREC, by a trial, measured ones of both led
+        few = _rows(source, refresh_step, VECTOR_ROWS) if are_all else None
+        computed = None if few is None else computed_vectors(model, few, tried, refresh_step)
         if computed is not None:
             passes += recorded.passes + computed.passes
-            found = LabelledRows(recorded, outputs, rows.stepped, 0)
             return look_at_labels(found, computed.vectors, self._targets, self._ranks, passes)
         last = tried[[t.name for t in tried].index([*recorded.found][-1])]
         added = AddedVectors(model, rows, outputs, refresh_step)
         layers = [t for t in tried[: tried.index(last) + 1] if t.name in recorded.found]
         vectors = added.class_vectors(layers, recorded.output_size, DEPTHS)
-        found = LabelledRows(recorded, outputs, rows.stepped, 0)
         if not are_all:
             found = self._record(refresh_step, source, vectors)
         passes += added.passes + recorded.passes + found.passes

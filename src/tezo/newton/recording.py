@@ -121,6 +121,17 @@ class ClassVectors:
         return torch.where(square_K > 0, 1 / square_K, 0.0)
 
 
+def raising(gradient_MC: Tensor, slope: float = 1.0) -> Tensor:
+    """Returns S = (1 - 1 / C) g / (e |g|^2), (M, C), one vector for each class, which raises its score by 1.
+
+    Args:
+        gradient_MC: g, by the outputs of a layer, of each score less the mean of all.
+        slope: e, of real changes of scores over those that g predicts.
+    """
+    rise = (1 - 1 / gradient_MC.shape[1]) / slope
+    return rise * gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
+
+
 class AddedVectors:
     """Measures how vectors that are added to outputs of layers act on the scores of labels.
 
@@ -150,8 +161,7 @@ class AddedVectors:
             depths: number of layers at which vectors are measured, at most.
         """
         last_MC = self.measured(targets[-1], size(targets[-1].name), self._tokens[0], is_last=True)
-        names = self.acting(targets, dict.fromkeys([target.name for target in targets], last_MC))
-        acting = [target for target in targets if target.name in names] or [targets[-1]]
+        acting = self.acting(targets, {target.name: last_MC for target in targets}) or [targets[-1]]
         others = [torch.zeros_like(last_MC)] * (len(self._tokens) - 1)
         found = {len(acting) - 1: torch.stack([last_MC, *others])}
         for depth in range(1, depths):
@@ -197,11 +207,10 @@ class AddedVectors:
         if not is_last and along <= KNOWN * float(torch.linalg.vector_norm(raised_TC)):
             return torch.zeros_like(gradient_MC)
         slope = along / max(size_of_unseen, 1e-300)
-        rise = (1 - 1 / raised_TC.shape[1]) / (max(slope, LEAST_SLOPE) if is_last else slope)
-        return rise * gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
+        return raising(gradient_MC, max(slope, LEAST_SLOPE) if is_last else slope)
 
-    def acting(self, targets: Sequence[Target], vectors: Mapping[str, Tensor]) -> list[str]:
-        """Returns the names of the layers at whose outputs S raises scores as it should, or nearly so.
+    def acting(self, targets: Sequence[Target], vectors: Mapping[str, Tensor]) -> list[Target]:
+        """Returns the layers at whose outputs S raises scores as it should, or nearly so.
 
         S of one layer is added in the row of each example, each layer in turn, `TRIES` times in all. None are returned
         where S does not act at the last layer.
@@ -223,7 +232,7 @@ class AddedVectors:
         effects = [float(effect_X[turn_X % len(targets) == i].mean()) for i in range(len(targets))]
         if not effects[-1] >= KEPT_EFFECT:
             return []
-        return [t.name for t, effect in zip(targets, effects, strict=True) if effect >= KEPT_EFFECT * effects[-1]]
+        return [t for t, effect in zip(targets, effects, strict=True) if effect >= KEPT_EFFECT * effects[-1]]
 
     def _raised(self, targets: Mapping[str, Target], added: Mapping[str, Tensor], tokens: Tokens | None) -> Tensor:
         """Returns the changes of the scores (T, C), less their mean over the classes, with vectors added."""
