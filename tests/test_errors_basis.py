@@ -18,7 +18,7 @@ from tezo.newton import labels as regressions
 from tezo.newton import look as looking
 from tezo.newton.labels import PLACES_OF_A_DIRECTION, Layout, common, contrasts, regress
 from tezo.newton.look import ErrorBasis
-from tezo.newton.recording import AddedVectors, Inputs, Tokens, _Adding
+from tezo.newton.recording import CONSTANT_RIDGE, AddedVectors, Inputs, Tokens, _Adding
 from tezo.system.errors import RequestError
 from tezo.training.job import prepare
 from tezo.training.rows_of_steps import looked_and_stepped
@@ -294,7 +294,17 @@ def test_what_varies_of_inputs_has_no_part_along_their_averages():
     for whole, found in zip(kinds, inputs.varying(), strict=True):
         assert (found.double() @ along).abs().max() < 1e-2  # inputs are kept in half precision
         assert torch.allclose(whole - whole @ along @ along.T, found.double(), atol=3e-2)
-    assert torch.allclose(inputs.average(), averages[:, 0], atol=1e-2)
+
+
+def test_the_constant_input_is_the_ridge_regression_of_one():
+    x, inputs = noise(30, 12, seed=47) + 3 * noise(12, seed=48), Inputs()
+    inputs.add(x[:11], None, torch.arange(11))
+    inputs.add(x[11:], None, torch.arange(11, 30))
+    added = CONSTANT_RIDGE * float(x.square().sum(1).mean()) * torch.eye(12, dtype=torch.float64)
+    w = torch.linalg.solve(x.T @ x + added, x.sum(0))
+    found, mean = x @ inputs.constant(), x @ x.mean(0)
+    assert torch.allclose(found, x @ w / (x @ w).mean(), atol=1e-3)  # inputs are kept in half precision
+    assert found.std() < (mean / mean.mean()).std()
 
 
 def test_what_foretells_rows_moves_no_class_as_a_whole():

@@ -377,8 +377,7 @@ def look_at_labels(
             examples_P = outputs.example_T.cpu()[inputs[name].places()]
             changes_2ER[:, examples_P, columns] += weight * part.predicted(turns_CR)
         if name == last and layout.biases:
-            mean_I = inputs[name].average()
-            v[name][:, layout.bias] = (mean_I / mean_I.square().sum().clamp_min(1e-30)).unsqueeze(1)
+            v[name][:, layout.bias] = inputs[name].constant().unsqueeze(1)
             u[name][:, layout.bias] = vectors.vectors[name][0] @ layout.biases_of(outputs)
     return Look(
         inputs=v,
