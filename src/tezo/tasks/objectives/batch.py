@@ -1,6 +1,5 @@
 """Batches: encoded examples as tensors, in rows of one sequence or, if packed, of several with a common prefix."""
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +65,10 @@ def packed_tree(sequences: Sequence[Sequence[int]], asked: Sequence[Sequence[int
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns the length of the longest common prefix of two sequences."""
-    most = range(1, min(len(first), len(second)) + 1)
-    return bisect_left(most, True, key=lambda length: first[:length] != second[:length])
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return place
+    return min(len(first), len(second))
 
 
 def shared_tokens(answers: Sequence[Sequence[int]]) -> int:
