@@ -13,7 +13,7 @@ from tezo.forward.watching import PassPlaces
 from tezo.newton import class_vectors
 from tezo.newton.class_vectors import computed_vectors
 from tezo.newton.look import may_change
-from tezo.newton.recording import AddedVectors, raising
+from tezo.newton.recording import AddedVectors, gradient_of, raising
 from tezo.training.job import prepare
 from tezo.training.settings import parse_config
 
@@ -64,7 +64,7 @@ def test_vectors_are_of_the_gradient_of_the_scores_with_attention_held(tmp_path,
     job = job_of(tmp_path, "llama")
     layers = may_change(select_targets(job.model, (ALL_LINEAR,)))
     found = computed_vectors(job.model, rows_of(job, 16), layers, 0)
-    assert found is not None and {"o_proj.weight", "down_proj.weight"} == {
+    assert found.vectors is not None and {"o_proj.weight", "down_proj.weight"} == {
         ".".join(name.split(".")[-2:]) for name in found.vectors.layers
     }
     real = real_gradients(job, 16, {*found.vectors.layers})
@@ -81,6 +81,7 @@ def test_a_vector_raises_its_class_by_one_to_first_order():
     gradient_MC -= gradient_MC.mean(1, keepdim=True)
     raised = (gradient_MC * raising(gradient_MC)).sum(0)  # less the mean over three classes, of which it raises one
     assert torch.allclose(raised, torch.full((3,), 2 / 3, dtype=torch.float64))
+    assert torch.allclose(gradient_of(raising(gradient_MC)), gradient_MC)
 
 
 @torch.no_grad()
@@ -88,7 +89,7 @@ def test_a_look_takes_few_passes_where_blocks_are_rebuilt(tmp_path):
     job = job_of(tmp_path, "llama")
     rows = rows_of(job, 16)
     found = computed_vectors(job.model, rows, may_change(select_targets(job.model, (ALL_LINEAR,))), 0)
-    assert found is not None and found.passes == len(rows.places()) * (1 + 128 // 16)
+    assert found.vectors is not None and found.passes == len(rows.places()) * (1 + 128 // 16)
     job.optimizer.close()
 
 
@@ -101,7 +102,11 @@ def test_no_vectors_are_computed_where(tmp_path, case, monkeypatch):
         monkeypatch.setattr(type(rows), "deciding_tokens", lambda _: torch.tensor([5, 5]))
     if case == "it acts otherwise":
         monkeypatch.setattr(class_vectors, "raising", lambda gradient_MC: -raising(gradient_MC))
-    assert computed_vectors(job.model, rows, layers, 0) is None
+    calls: list[None] = []
+    job.model.register_forward_pre_hook(lambda *_: calls.append(None))
+    found = computed_vectors(job.model, rows, layers, 0)
+    assert found.vectors is None and found.passes == len(calls)
+    assert bool(calls) == (case != "no token of its own")
     job.optimizer.close()
 
 

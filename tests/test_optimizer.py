@@ -166,6 +166,7 @@ def test_the_loss_returned_is_the_loss_of_the_model_up_to_rho_squared():
         ({"rho": 0.0}, r"method\.rho is 0\.0"),
         ({"rho": math.nan}, r"method\.rho is nan"),
         ({"weight_decay": -0.1}, r"method\.weight_decay is -0\.1"),
+        ({"lr": 3.0, "weight_decay": 0.34}, r"method\.weight_decay is 0\.34, and times the learning rate, 3,"),
         ({"num_directions": 0}, r"method\.num_directions is 0"),
         ({"scale": "units"}, r"method\.scale is 'units'; it must be one of unit, raw"),
         ({"rank": 0}, r"method\.rank is 0"),

@@ -109,8 +109,8 @@ def test_later_answers_of_a_step_are_of_what_was_learnt_from_earlier_ones(home, 
     job = prepare(config(home), measuring=False)
     first, later = (written(job).write(part, ANSWERS) for part in (range(8), range(8, 12)))
     texts = {}
-    for rate in (policy.RATE, 20.0 / U_RATE):
-        monkeypatch.setattr(policy, "RATE", rate)
+    for rate in (policy.RATE_FACTOR, 20.0 / U_RATE):
+        monkeypatch.setattr(policy, "RATE_FACTOR", rate)
         closure = written(job)
         job.optimizer.refresh(closure)
         texts[rate] = [own for own, _ in closure.written]

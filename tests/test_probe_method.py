@@ -17,7 +17,7 @@ from tezo.directions.targets import select_targets
 from tezo.methods.probe import probe
 from tezo.newton import labels as regressions
 from tezo.newton.probe import LAST_BLOCKS, last_of_blocks, last_writers, length_of, probe_of
-from tezo.newton.recording import ClassVectors, InputRecorder
+from tezo.newton.recording import ClassVectors, InputRecorder, raising
 from tezo.system.errors import RequestError
 from tezo.training.job import prepare
 from tezo.training.settings import parse_config
@@ -48,9 +48,8 @@ def rows_of(model: nn.Module, count: int, seed: int) -> Scores:
 
 
 def exact(model: Apart) -> ClassVectors:
-    """The vectors that raise each score, less the mean of all, by 1: along its gradient."""
-    gradient_MC = (model.head_CM - model.head_CM.mean(0)).T
-    vectors_1MC = (gradient_MC / gradient_MC.square().sum(0)).unsqueeze(0)
+    """The vectors that raise each score by 1."""
+    vectors_1MC = raising((model.head_CM - model.head_CM.mean(0)).T).unsqueeze(0)
     return ClassVectors(dict.fromkeys(["left.weight", "right.weight"], vectors_1MC))
 
 

@@ -187,6 +187,6 @@ def test_blocks_take_no_more_than_their_bytes(job):
     _, last, (rows, *_) = parts(job)
     targets = select_targets(job.model, (ALL_LINEAR,))
     every = last_blocks(targets, 16)
-    assert blocks_to_sweep(targets, last, rows, 1 << 40) == every[-math.ceil(sweeping.LAST_BLOCKS * len(every)) :]
+    assert blocks_to_sweep(targets, last, rows, 1 << 40) == every[-math.ceil(sweeping.LEARNING_SHARE * len(every)) :]
     assert blocks_to_sweep(targets, last, rows, 100) == []
     assert blocks_to_sweep([t for t in targets if "mlp" in t.name], last, rows, 1 << 40) == []

@@ -34,7 +34,7 @@ from tezo.tasks.scoring import REWARD
 from tezo.tasks.untuned import MOST_ROWS
 from tezo.training.choices import is_rho_open, search_budget, settled_options
 from tezo.training.evaluations import SAMPLE_TOKENS, check_objective, compares_with_untuned
-from tezo.training.job import Job, parameter_counts, plan, prepare
+from tezo.training.job import Job, parameter_counts, parameter_table, prepare
 from tezo.training.rows_of_steps import BASIS_ROWS, evaluates, is_feedback
 from tezo.training.settings import Config, to_tree, with_absolute_paths
 from tezo.training.summary import row_counts
@@ -79,7 +79,7 @@ def dry_run(config: Config) -> dict[str, Any]:
             pace = _timed(job)
         preparing = time.perf_counter() - started
         measured = _measured(config, job)
-        parameters, steps = plan(job.model, job.optimizer), _steps(job)
+        parameters, steps = parameter_table(job.model, job.optimizer), _steps(job)
         passes = {kind: [job.optimizer.passes_of(kind, first=first) for first in (True, False)] for kind in steps}
         seconds = {kind: [count * _loss_seconds(job, kind, pace) for count in passes[kind]] for kind in steps}
         evaluations, measuring = _evaluation_seconds(job, pace), sum(measured.values()) * pace.batch

@@ -32,7 +32,7 @@ are computed when they are used, because storing them for all layers would take 
 
 _KEEPING: ContextVar[bool] = ContextVar("points are kept", default=False)
 
-MOST_RANK = 64
+FROZEN_RANK = 64
 """Default rank of the factors stored beside a base that cannot be written."""
 
 
@@ -54,7 +54,7 @@ class InForward(PerturbedParameter):
 
     At a refresh of the fixed factors, D (`change`) is folded into the stored tensor, or into F (`frozen`), low-rank
     factors stored beside it; D is then zero again. Without refreshes the stored tensor stays bit-identical. F has at
-    most the rank `most_rank`; None: D is folded into the stored tensor if it can be written, else it is `MOST_RANK`.
+    most the rank `most_rank`; None: D is folded into the stored tensor if it can be written, else it is `FROZEN_RANK`.
     """
 
     writes_weight = False
@@ -62,7 +62,7 @@ class InForward(PerturbedParameter):
 
     def __init__(self, target: Target, blocks: Blocks, most_rank: int | None = None) -> None:
         super().__init__(target)
-        self._most_rank = most_rank if target.is_writable or most_rank is not None else MOST_RANK
+        self._most_rank = most_rank if target.is_writable or most_rank is not None else FROZEN_RANK
         self.folds_into_weight, self.most_kept = self._most_rank is None, self._most_rank or 0
         self._blocks = blocks
         self._prepared: tuple[Points, ...] = ()

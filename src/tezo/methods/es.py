@@ -49,7 +49,7 @@ def es(
     `weight_decay` pulls the change back to nothing, so that what no score asks for fades: with 0.02 two models forgot
     about half as much or less, and scored about as high or higher (docs/rewards.md). A run measures rho, the distance
     at which the text that the model writes becomes less likely by a tenth of a nat a token. r is rho, and 1.5 times as
-    long after each step in which all members were alike, five times at most: where answers that earn a half were all
+    long after each step in which all members were alike, up to 1.5^5 rho: where answers that earn a half were all
     that members at rho wrote, those farther away left them (docs/rewards.md). Defaults are of first trials.
 
     With `antithetic` each direction has two members, W + r Z_i and W - r Z_i: twice the evaluations a step, and

@@ -39,7 +39,7 @@ def tezo(
     both are refreshed after this number of steps and the trained change is folded; None, as in the paper, fixes them.
 
     Theorem 1 (unbiasedness) averages over u and v, which are drawn once per run. For given u and v, the mean of the
-    estimate is the projection of the gradient onto the span of the u_s v_s^T.
+    estimate lies in the span of the u_s v_s^T: it is the sum of <G, u_s v_s^T> u_s v_s^T.
 
     `scale="raw"` is the printed algorithm; "unit" divides Z by sqrt(r), which gives the unbiased estimate of Theorem 1.
     """

@@ -1,1 +1,1 @@
-"""The default method: directions found by regressions on training rows, and steps of Gauss-Newton along them."""
+"""Methods that see inside a model: gauss-newton for labels and texts, the probe, and policy-gradient."""

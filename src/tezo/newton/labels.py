@@ -7,8 +7,8 @@ For each layer, ridge regression from its inputs to the errors,
     W = X^T (X X^T + lambda I)^-1 E,
 
 gives the inputs that predict the errors best; X and E are less their means over the P places. Inputs at the place
-itself and their mean over the tokens before are regressed apart. The regression of the other places, which has other
-means too, predicts for a place, beyond their mean error,
+itself and their mean over the tokens that it depends on are regressed apart. The regression of the other places, which
+has other means too, predicts for a place, beyond their mean error,
 
     f_p = P / (P - 1) e_p - alpha_p / (K_pp - 1 / (P lambda)),   K = (X X^T + lambda I)^-1,   alpha = K E.
 

@@ -28,7 +28,7 @@ from tezo.directions.bases.basis import input_size, output_size
 from tezo.directions.targets import Target
 from tezo.forward.layers import LayerFunction, NoDerivativeError
 
-SWEEPS = 40
+ALTERNATIONS = 40
 """Rounds of alternating least squares, each over all places and then over all coordinates."""
 CLOSE = 0.1
 """Largest part of what is rebuilt that may be missed. Engines round the inputs of layers in few bits."""
@@ -179,7 +179,7 @@ def ends_of_stream(n_PD: Tensor, n_0_PD: Tensor, sum_PD: Tensor, by_2D: Tensor |
     a_PD, b_PD, sum_PD = n_PD.double(), -n_0_PD.double(), sum_PD.double()
     v_2D = torch.ones(2, a_PD.shape[1], dtype=torch.float64) if by_2D is None else by_2D
     r_2P = _pairs(a_PD * v_2D[0], b_PD * v_2D[1], sum_PD, 1)
-    for _ in range(SWEEPS if by_2D is None else 0):
+    for _ in range(ALTERNATIONS if by_2D is None else 0):
         v_2D = _pairs(a_PD * r_2P[0, :, None], b_PD * r_2P[1, :, None], sum_PD, 0)
         r_2P = _pairs(a_PD * v_2D[0], b_PD * v_2D[1], sum_PD, 1)
     h_PD = a_PD * v_2D[0] * r_2P[0, :, None]

@@ -5,14 +5,14 @@ With the slopes F of the scores z along K directions, (T, C, K), the loss of z +
     a = argmin  sum_t cross entropy(z_t + (F a)_t, label_t) + lambda |a|^2 / (2 s^2),   s^-2 = K mean F^2,
 
 with s the size of coefficients that change scores by about 1. Newton's method finds the minimum. lambda is chosen by
-cross-validation over the rows.
+cross-validation over the rows; a fit to a part of them has this part of lambda.
 
 Directions found by a regression on these rows promise too much for them. Where the regression predicts
 the changes of scores P, and P' if each row had been left out of it, F is replaced by
 
     F' = F - r (P - P'),   s, r = argmin |F - s P' - r (P - P')|^2,
 
-with the means over rows and over classes taken off all three, and r at least 0. That part of F, its
+for each direction, with the means over rows and over classes taken off all three, and r at least 0. That part of F, its
 optimism (Efron 2004), does not hold for other rows. Coefficients are fitted to z + F' a, and validated by it.
 """
 
@@ -69,8 +69,8 @@ def without_optimism(slopes_TCK: Tensor, outputs: Outputs, predictions: Predicti
     )
     found_TCK, optimism_TCK = slopes_TCK.clone(), fitted_TCK - without_TCK
     compared = (found_TCK[known_T], without_TCK, optimism_TCK)
-    change, *terms = (f - f.mean(0) - f.mean(1, keepdim=True) + f.mean((0, 1)) for f in compared)
-    y_KX1 = change.movedim(2, 0).flatten(1).unsqueeze(-1)
+    slopes, *terms = (f - f.mean(0) - f.mean(1, keepdim=True) + f.mean((0, 1)) for f in compared)
+    y_KX1 = slopes.movedim(2, 0).flatten(1).unsqueeze(-1)
     x_KX2 = torch.stack(terms, -1).movedim(2, 0).flatten(1, 2)
     parts_K2 = (torch.linalg.pinv(x_KX2.mT @ x_KX2, hermitian=True) @ (x_KX2.mT @ y_KX1)).squeeze(-1)
     found_TCK[known_T] -= parts_K2[:, 1].clamp_min(0) * optimism_TCK

@@ -1,15 +1,15 @@
-"""A look: the directions that a refresh of gauss-newton finds on training rows, and how it finds them.
+"""A look, all that one refresh of gauss-newton finds on training rows: directions, and how they are found.
 
 Layers that may be changed are later ones of the model, whose outputs are of the size of the last one's, so that they
 may write to the same residual stream. The first look at labelled rows finds the output side, on fewer rows: the vectors
 S that raise the score of each class. Where one look has all rows, labels differ in one token each and the last blocks
 can be rebuilt, S of each layer is computed from one pass (`class_vectors`), and others confirm that it acts. Else it is
 measured: a second pass adds random vectors to the outputs of the last layer, and a third adds S to those of one layer
-in each row. Layers at which it acts nearly as at the last one may be changed. Further passes measure S at `DEPTHS` of
-them, once for the outputs at the place and once for those at all other tokens, since a vector that acts at the end of
-the model does little in its middle, and next to nothing at other tokens there. Each layer has S of the nearest depth.
-Then inputs are recorded for more rows. Later looks take S and these layers from the one before, and record inputs
-alone, unless the labels need a bias still, which S was to give them.
+in each row. Layers at which it has at least 0.3 of its effect at the last one may be changed. Further passes measure S
+at `DEPTHS` of them, once for the outputs at the place and once for those at all other tokens, since a vector that acts
+at the end of the model does little in its middle, and next to nothing at other tokens there. Each layer has S of the
+nearest depth. Then inputs are recorded for more rows. Later looks take S and these layers from the one before, and
+record inputs alone, unless the labels need a bias still, which S was to give them.
 
 Regressions (`labels`) predict the errors of the outputs from the inputs x of each layer, less their projection on the
 averages of these inputs. So V^T x = 0 on average: a direction moves rows apart, and no class as a whole. With B (C, R)
@@ -61,7 +61,7 @@ from tezo.system.errors import RequestError
 logger = logging.getLogger(__name__)
 
 MOST_ROWS, MOST_LABELLED = 256, 1024
-"""Rows of a look, at most; of labelled rows the first look finds the layers that may be changed."""
+"""Rows by which the first look finds S and the layers that may be changed, and rows whose inputs are kept, at most."""
 LEAST_ROWS = 32
 SHARE = 8
 """Inputs are kept in half precision, at most this part of the bytes of all layers, from `LEAST_ROWS` rows on."""
@@ -246,11 +246,12 @@ class ErrorBasis(DataBasis[Look]):
         found = LabelledRows(recorded, outputs, rows.stepped, 0)
         are_all = len(outputs.labels_T) < count
         # computed vectors have none for other tokens; with many rows of TREC, by a trial, measured ones of both led
-        few = _rows(source, refresh_step, VECTOR_ROWS) if are_all else None
-        computed = None if few is None else computed_vectors(model, few, tried, refresh_step)
-        if computed is not None:
-            passes += recorded.passes + computed.passes
-            return look_at_labels(found, computed.vectors, self._targets, self._ranks, passes)
+        if are_all:
+            computed = computed_vectors(model, _rows(source, refresh_step, VECTOR_ROWS), tried, refresh_step)
+            passes += computed.passes
+            if computed.vectors is not None:
+                passes += recorded.passes
+                return look_at_labels(found, computed.vectors, self._targets, self._ranks, passes)
         last = tried[[t.name for t in tried].index([*recorded.found][-1])]
         added = AddedVectors(model, rows, outputs, refresh_step)
         layers = [t for t in tried[: tried.index(last) + 1] if t.name in recorded.found]

@@ -5,10 +5,11 @@ gives them scores s_ij. With advantages over the other answers to the prompt, in
 
     A_ij = (s_ij - mean_j s_ij) / sigma,   sigma^2 = mean_ij (s_ij - mean_j s_ij)^2,
 
-the gradient of the expected score is that of sum_ij A_ij log p(answer_ij) (REINFORCE, Williams 1992; the mean over
-the answers to a prompt as a baseline is of GRPO). The loss is minus the mean over all tokens of a batch. One forward
-pass over the answers shows what the last blocks are rebuilt from (`last_blocks`), and a step of Adam is taken with this
-loss (`sweep`). So each token of an answer is credited, where a population has one score for all that a member writes.
+or 0 where a score is missing, in the mean too, the gradient of the expected score is that of sum_ij A_ij log
+p(answer_ij) (REINFORCE, Williams 1992; the mean over the answers to a prompt as a baseline is of GRPO). The loss is
+minus the mean over all tokens of a batch. One forward pass over the answers shows what the last blocks are rebuilt from
+(`last_blocks`), and a step of Adam is taken with this loss (`sweep`). So each token of an answer is credited, where a
+population has one score for all that a member writes.
 
 A refresh does so for all prompts of a step, batch after batch: answers of a batch are of the model with what those
 before have taught it. The step then is along one direction, all that was learnt.
@@ -34,7 +35,7 @@ from tezo.system.signals import let_interrupt
 
 PROMPTS, ANSWERS = 8, 4
 """Prompts of a batch, and answers to each. Our choice."""
-RATE = 0.25
+RATE_FACTOR = 0.25
 """Factor of the rates of a sweep over texts: an answer says less than a text that is to be learnt. Chosen by trials
 that are not committed, on dev rows of sums (docs/rewards.md) with a decoder of 135M parameters: with 1 the reward fell
 after 200 answers. A decoder of 260K parameters learnt faster with 0.5 and 1, and forgot more."""
@@ -129,7 +130,7 @@ def _learner(model: nn.Module, ranks: Mapping[str, int], rows: RowOutputs, step:
     blocks = blocks_to_sweep(every, every[-1], rows, budget) if every else []
     if not blocks:
         raise NotRebuiltError(NO_BLOCKS)
-    return Sweep(model, every[-1], blocks, ranks, step, lambda _: RATE)
+    return Sweep(model, every[-1], blocks, ranks, step, lambda _: RATE_FACTOR)
 
 
 @torch.no_grad()

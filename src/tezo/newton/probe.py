@@ -34,7 +34,7 @@ from tezo.directions.targets import Target
 from tezo.newton.labels import contrasts, regress
 from tezo.newton.linear_model import PARTS, LinearModel
 from tezo.newton.look import ColumnPredictions, Look
-from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, Inputs, finite
+from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, Inputs, finite, gradient_of
 from tezo.newton.step import GaussNewton, Taken
 from tezo.optim.closures import NO_OUTPUTS, Closure, RowOutputs
 from tezo.optim.estimators.estimate import Estimate, Probe, StepDraw, average
@@ -131,10 +131,8 @@ def probe_of(
     inputs = {name: found[name].kinds()[0] for name in layers}
     means = {name: x_PI.mean(0) for name, x_PI in inputs.items()}
     constants = {name: mean_I / mean_I.square().sum().clamp_min(1e-30) for name, mean_I in means.items()}
-    parts, constant_P = [], torch.zeros(len(place_P), dtype=torch.float64)
-    for name, x_PI in inputs.items():
-        constant_P = x_PI @ constants[name]
-        parts.append(x_PI - constant_P.unsqueeze(1) * means[name])
+    parts = [x_PI - torch.outer(x_PI @ constants[name], means[name]) for name, x_PI in inputs.items()]
+    constant_P = inputs[last] @ constants[last]
     sizes = [float(part.square().sum(1).mean().sqrt()) or 1.0 for part in parts]
     p_PI = torch.cat([part / size for part, size in zip(parts, sizes, strict=True)], 1)
     (regression,) = regress([p_PI], errors(outputs)[place_P])
@@ -145,9 +143,8 @@ def probe_of(
     rank = min(ranks[name] for name in layers)
     turns_CR = torch.linalg.svd(change_PC, full_matrices=False)[2][:rank].T
     most, kept = max(ranks.values()), turns_CR.shape[1]
-    # what raises each class by 1 has the gradient of its score at the end; dual vectors raise no other class with it
-    raising_MC = vectors.vectors[last][0]
-    gradient_MC = raising_MC / raising_MC.square().sum(0).clamp_min(1e-30)
+    # dual vectors raise the score of a class and no other with it
+    gradient_MC = gradient_of(vectors.vectors[last][0])
     dual_MC = gradient_MC @ torch.linalg.pinv(gradient_MC.T @ gradient_MC, rtol=1e-6, hermitian=True)
     v = {t.name: torch.zeros(input_size(t), ranks[t.name], dtype=torch.float64) for t in targets}
     u = {}

@@ -46,7 +46,7 @@ class Inputs:
 
     Attributes:
         at: inputs at the place, (P, I) for each pass, in half precision, less their mean in the first one.
-        mean: likewise the means over the tokens before.
+        mean: likewise the means over the tokens that the place depends on, itself among them.
         place: the places.
         means: these means in the first pass, (I,), as far as there are any.
     """
@@ -141,6 +141,12 @@ def raising(gradient_MC: Tensor, slope: float = 1.0) -> Tensor:
     return rise * gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
 
 
+def gradient_of(raising_MC: Tensor) -> Tensor:
+    """Returns g (M, C), whose vectors these are: the inverse of `raising`, with e = 1."""
+    rise = 1 - 1 / raising_MC.shape[1]
+    return rise * raising_MC / raising_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
+
+
 class AddedVectors:
     """Measures how vectors that are added to outputs of layers act on the scores of labels.
 
@@ -219,7 +225,7 @@ class AddedVectors:
         return raising(gradient_MC, max(slope, LEAST_SLOPE) if is_last else slope)
 
     def acting(self, targets: Sequence[Target], vectors: Mapping[str, Tensor]) -> list[Target]:
-        """Returns the layers at whose outputs S raises scores as it should, or nearly so.
+        """Returns the layers at whose outputs S has at least `KEPT_EFFECT` of its effect at the last one.
 
         S of one layer is added in the row of each example, each layer in turn, `TRIES` times in all. None are returned
         where S does not act at the last layer.

@@ -42,11 +42,11 @@ from tezo.system.signals import let_interrupt
 
 BATCHES, ROWS = 32, 32
 """Batches of a sweep, and rows of a batch."""
-LAST_BLOCKS = 0.4
+LEARNING_SHARE = 0.4
 """Blocks that learn, the last ones, as a part of all."""
 U_RATE, V_RATE = 0.12, 0.06
 """Rates of Adam at the start of a sweep. Chosen by trials on dev rows of completions, on decoders of 135M and of 260K
-parameters, which are not committed; so was `LAST_BLOCKS`."""
+parameters, which are not committed; so was `LEARNING_SHARE`."""
 
 RowsOfBatch = Callable[[int], RowOutputs]
 """Number of a batch -> its rows."""
@@ -69,8 +69,8 @@ def blocks_to_sweep(targets: Sequence[Target], last: Target, rows: RowOutputs, b
 
 
 def learning_blocks(blocks: Sequence[Block]) -> Sequence[Block]:
-    """Returns those of all blocks that learn: the last `LAST_BLOCKS`."""
-    return blocks[len(blocks) - math.ceil(LAST_BLOCKS * len(blocks)) :]
+    """Returns those of all blocks that learn: the last `LEARNING_SHARE`."""
+    return blocks[len(blocks) - math.ceil(LEARNING_SHARE * len(blocks)) :]
 
 
 def _layers(block: Block) -> list[Target]:

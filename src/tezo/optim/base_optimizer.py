@@ -72,7 +72,7 @@ def check_closure(closure: Closure | None) -> Closure:
 class BaseOptimizer(ABC):
     """An optimizer of the parameters of a model, as used by a training run.
 
-    By hooks, and by state of its dtype and device, it belongs to the model as it was when the optimizer was made.
+    It holds hooks on the model, and tensors of its dtype and device: the model must not be cast or moved afterwards.
     Members that matter only to one kind of optimizer have a default in the others: no cost, nothing found, or a
     refusal.
 
@@ -81,7 +81,7 @@ class BaseOptimizer(ABC):
         targets: the tuned parameters.
         param_groups: as in torch.optim; "lr" is the learning rate of the next step.
         rules: names of the rules that a step can follow, the default first.
-        by_gradients: whether a step takes the gradient of the loss, so that its record does not repeat it.
+        by_gradients: whether a step takes the gradient of the loss, so that it cannot be replayed from its record.
         num_directions: random directions per step; 0 for gradient steps.
         per_example: whether each example of a batch has separate directions.
         num_steps: number of steps taken.
@@ -93,7 +93,8 @@ class BaseOptimizer(ABC):
         settings: option of the method -> its value and source; as text, a table.
         unperturbed_loss: loss of the model as it is, which the losses of a step are compared with; infinite: they are
             not; None: not known.
-        warn: called with a message where a loss of a step is far above it; else a warning is given.
+        warn: called once, with a message, if a loss of a step is far above `unperturbed_loss`; by default a warning of
+            Python.
     """
 
     model: Any

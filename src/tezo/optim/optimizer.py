@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, NoReturn, overload
 
 import torch
 from torch import nn
@@ -46,11 +46,12 @@ FAR_ABOVE, FAR_AT_LEAST = 0.5, 0.1
 class ZerothOrderOptimizer(HookedOptimizer):
     """An optimizer that combines a perturbation, an estimator and an update rule for the parameters of a model.
 
-    `step(closure)` draws `num_directions` directions, evaluates the closure at W + rho Z and W - rho Z for each of
-    them, and steps along the average of kappa Z. The closure runs forward passes only and returns a scalar, which need
-    not be differentiable. During a step the model is in evaluation mode, so that both evaluations use the same
-    function. Learning-rate schedulers of torch can be used. Between steps the model computes with the tuned parameters,
-    by forward hooks where the stored weights are not written; `merge()` adds these changes to the weights.
+    `step(closure)` draws `num_directions` directions, has the estimator measure kappa along each of them, and steps
+    along the average of kappa Z. By default the closure is evaluated at W + rho Z and W - rho Z; it runs forward passes
+    only and returns a scalar, which need not be differentiable. During a step the model is in evaluation mode, so that
+    both evaluations use the same function. Learning-rate schedulers of torch can be used. Between steps the model
+    computes with the tuned parameters, by forward hooks where the stored weights are not written; `merge()` adds these
+    changes to the weights.
 
     Args:
         model: model to be tuned, already on its device and in its dtype.
@@ -59,10 +60,10 @@ class ZerothOrderOptimizer(HookedOptimizer):
         lr: learning rate.
         rho: perturbation scale (the paper's perturbation rate).
         weight_decay: decoupled weight decay: each step multiplies the trained values by 1 - lr * weight_decay. These
-            are the weights if the method writes them, else the change stored beside them (c, A or S). 1-D parameters
-            are not decayed.
-        num_directions: directions averaged in a step, with two evaluations each; if directions are per example, the
-            number for each example.
+            are the weights if the method writes them, else the change stored beside them: its coefficients, and what
+            was trained before a refresh. 1-D parameters are not decayed.
+        num_directions: directions averaged in a step, by default with two evaluations each; if directions are per
+            example, the number for each example.
         targets: patterns that select the parameters, see `tezo.directions.targets.select_targets`.
         seed: seed of all draws.
         in_forward: False perturbs all parameters in place, as published code does (for comparison).
@@ -115,6 +116,7 @@ class ZerothOrderOptimizer(HookedOptimizer):
     ) -> None:
         check_rate("lr", lr)
         check_rate("weight_decay", weight_decay)
+        check_decay(lr, weight_decay)
         check_rho(rho)
         check_count("num_directions", num_directions, MOST_DIRECTIONS)
         check_count("frozen_rank", frozen_rank, MOST_RANK)
@@ -173,7 +175,7 @@ class ZerothOrderOptimizer(HookedOptimizer):
         super().add_param_group(param_group)
 
     @overload  # type: ignore[override]
-    def step(self, closure: None = ..., *, rule: str | None = ...) -> None: ...
+    def step(self, closure: None = ..., *, rule: str | None = ...) -> NoReturn: ...
     @overload
     def step(self, closure: Closure, *, rule: str | None = ...) -> float: ...
     @torch.inference_mode(False)
@@ -189,7 +191,9 @@ class ZerothOrderOptimizer(HookedOptimizer):
         closure = check_closure(closure)
         name, factor = self.planned(self.num_steps) if rule is None else (rule, 1.0)
         estimator = self._rule(name).estimator
-        check_rate("lr", self._rate(name, factor))
+        rate = self._rate(name, factor)
+        check_rate("lr", rate)
+        check_decay(rate, float(self.param_groups[0]["weight_decay"]))
         if self._stepping:  # it would move the parameters that the outer step measures
             raise RequestError("step() was called by the closure of a step; call it after that step has returned.")
         self._stepping = True
@@ -225,7 +229,8 @@ class ZerothOrderOptimizer(HookedOptimizer):
         if record.step != self.num_steps or not estimator.accepts(len(record.probes), self.num_directions):
             raise RequestError(
                 f"record is of step {record.step} with {len(record.probes)} directions; the next step is "
-                f"{self.num_steps}, and num_directions is {self.num_directions}."
+                f"{self.num_steps}, and num_directions is {self.num_directions}; give the records in their order, from "
+                "a run with as many directions."
             )
         with uninterrupted():
             self.refresh()
@@ -351,7 +356,8 @@ class ZerothOrderOptimizer(HookedOptimizer):
     def _rule(self, name: str) -> StepRule:
         if name not in self._rules:
             raise RequestError(
-                f"this method takes steps of kind {', '.join(self.rules)}, not {name}; use head-feedback."
+                f"this method takes steps of kind {', '.join(self.rules)}, not {name}; give one of these as rule, or "
+                "replay a log by the method that wrote it."
             )
         return self._rules[name]
 
@@ -403,8 +409,17 @@ class ZerothOrderOptimizer(HookedOptimizer):
         return self._rule(rule).estimator.passes(self.num_directions, first=first)
 
 
+def check_decay(lr: float, weight_decay: float) -> None:
+    """Raises a `RequestError` where a step would turn the sign of what was trained."""
+    if lr * weight_decay > 1:
+        raise RequestError(
+            f"method.weight_decay is {weight_decay:g}, and times the learning rate, {lr:g}, it may be at most 1: a "
+            "step takes this part of what was trained; lower one of them."
+        )
+
+
 def is_far_above(loss: float, unperturbed: float) -> bool:
-    """Returns whether a loss is far above the unperturbed one; never for a reward, which is negated."""
+    """Returns whether a loss is far above the unperturbed one, which is positive; so never for scores above zero."""
     return unperturbed > 0 and loss - unperturbed > max(FAR_ABOVE * unperturbed, FAR_AT_LEAST)
 
 
@@ -416,6 +431,6 @@ def _check_frozen_rank(frozen_rank: int | None, perturbation: Perturbation, *, i
         )
     if frozen_rank is not None and not in_forward:
         raise RequestError(
-            f"method.frozen_rank is {frozen_rank}, and in place nothing is kept beside the weights; leave it or "
-            "method.in_forward=false out."
+            f"method.frozen_rank is {frozen_rank}, and in place nothing is kept beside the weights; leave out one "
+            "of the two."
         )

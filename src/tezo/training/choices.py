@@ -1,9 +1,11 @@
 """The settings that a request leaves open: each choice a value and its reason, made once, in this order.
 
-1. `choose_dtype`, `choose_columns`: the data type of the base and the columns of the rows, as they were found.
+1. `choose_dtype`: the data type of the base, as it was found.
 2. `choose_method`: by the model, the rows, the objective and the number of processes, never by what else is set. A
    basis with it, where the method's own cannot look at the layers of the model.
-3. `choose_size`: rows of a step, its schedule, and the number of steps, by the method and the number of rows.
+3. `choose_for_few`, where rows are too few to hold some out: the number of steps, and that the run does not go back;
+   then `choose_size`: rows of a step, its schedule, and the number of steps, by the method and the number of rows;
+   then `choose_columns`, as they were found.
 4. `choose_rank`: the rank of a method that leaves it open, by the number of labels.
 5. `choose_directions`: shared by the rows of a batch or per example, by whether the model can have the latter.
 6. `choose_feedback`, `choose_guard`: feedback steps, and whether a run may go back.

@@ -1,4 +1,4 @@
-"""Makes a job of a configuration, before anything is written: model, rows, reward, optimizer, plan."""
+"""Makes a job of a configuration, before anything is written: model, rows, reward, optimizer, parameters."""
 
 import logging
 import math
@@ -65,7 +65,7 @@ from tezo.training.rows_of_steps import (
 from tezo.training.settings import LOSS, Config, TrainConfig, parse_config
 
 
-def plan(model: Any, optimizer: BaseOptimizer) -> list[dict[str, Any]]:
+def parameter_table(model: Any, optimizer: BaseOptimizer) -> list[dict[str, Any]]:
     """One entry per parameter of the model.
 
     Each has "name", "shape" and "trained". A trained parameter also has "kind", "rank", "moved" (how it is perturbed
@@ -85,7 +85,7 @@ def plan(model: Any, optimizer: BaseOptimizer) -> list[dict[str, Any]]:
 
 
 def parameter_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """The number of parameter entries of a `plan`: {"total": all, "trained": those that are trained}."""
+    """The number of parameter entries of a `parameter_table`: {"total": all, "trained": those that are trained}."""
     sizes = [(math.prod(row["shape"]), row["trained"]) for row in rows]
     return {"total": sum(size for size, _ in sizes), "trained": sum(size for size, trained in sizes if trained)}
 
@@ -104,7 +104,8 @@ def check_readable(optimizer: BaseOptimizer, loaded: LoadedModel, *, labelled: b
         )
     if why_not is not None:
         raise RequestError(
-            f"it looks at inputs of layers, for which torch needs the weights, and {why_not}; leave method.name out, "
+            f"method.basis is computed from inputs of layers, for which torch needs the weights, and {why_not}; leave "
+            "method.name out, "
             "set method.basis=gaussian, or give a model with weights that torch reads."
         )
 
@@ -197,8 +198,8 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
         name, score, known_by = name_of(given), given, identity(given)
     elif train.reward in (None, IN_MEMORY):
         raise RequestError(
-            f"train.objective is {REWARD}, and no scorer is given, for what a run folder says of it does not count; "
-            "give --reward FILE.py:FUNCTION, or reward=... in Python."
+            f"train.objective is {REWARD}, and no scorer is given; the one that a run folder names is not loaded "
+            "from it. Give --reward FILE.py:FUNCTION, or reward=... in Python."
         )
     else:
         name, folder = str(train.reward), working_folder()
@@ -211,7 +212,7 @@ def make_reward(config: Config, given: Score | None = None) -> Reward | None:
     return ProgramReward(*common, port=train.serve_port) if train.serve else Reward(*common)
 
 
-def _check_sees(config: Config) -> None:
+def _check_own_server(config: Config) -> None:
     """Raises a `RequestError` where no server can be opened that sees what programs ask a server of vLLM."""
     try:
         check_free(config.train.serve_port)
@@ -282,7 +283,7 @@ class Job:
         train: rows to look at and to step on.
         stepped: numbers of those to step on.
         dev: rows that choose the checkpoint; may be empty.
-        test: rows for the figures before and after.
+        test: rows for the figures before and after; without test rows, the same list as `dev`.
         optimizer: on the model.
         held_out: the dev rows, where a step keeps outputs and may be shortened by theirs.
         untrained: parameters that the loss does not depend on, or reads past their modules.
@@ -510,7 +511,7 @@ def _check_objective(config: Config, *, learns_labels: bool) -> None:
         )
     if config.train.serve and engine_kind(config.model.engine) == ADDRESS:
         if chosen.takes_answers:
-            _check_sees(config)
+            _check_own_server(config)
         elif config.train.serve_port:
             raise RequestError(
                 f"train.serve_port is {config.train.serve_port}, and under {name} programs ask {config.model.engine} "

@@ -34,7 +34,7 @@ from tezo.tasks.scoring import Score
 from tezo.tasks.splits import Splits, read_splits
 from tezo.training.data_parallel import check_shareable, shared_rows
 from tezo.training.evaluations import Evaluations, InCommon, check_objective, compare
-from tezo.training.job import Job, check_untuned, plan, prepare, with_settled_scorer
+from tezo.training.job import Job, check_untuned, parameter_table, prepare, with_settled_scorer
 from tezo.training.listeners import Interruption, Listener, Progress
 from tezo.training.resume import (
     as_json,
@@ -160,9 +160,9 @@ class _OfThisBase:
 
 
 ALIKE = "alike"
-"""What is said of scores once in a run, beside each kind of `GAPS`."""
+"""Key of the warning that all answers of a step scored alike, which a run gives once, as those of `GAPS`."""
 CHECKED_ROWS = 8
-"""Training rows that tell whether an objective can be measured; one of them may lack a score."""
+"""Training rows that the objective is measured on before the run; at least one of them must have a score."""
 COMPARE_EVERY = 100
 """Steps between checks that all processes have the same parameters."""
 
@@ -271,7 +271,7 @@ class Loop:
         job = self.job
         header = log_header(job) | {
             "notices": list(job.notices)
-        }  # here: ranks need not say the same of what they measured
+        }  # notices are of this process: others may have measured something else
         state = self.folder.open(header)
         notices = check_same(state.header, header, job.optimizer) if state.begun else []
         change = changed_scorer(job, state, self.folder, accepted=self.accept_scorer) if state.begun else None
@@ -287,7 +287,7 @@ class Loop:
             name = job.config.method.name
             notices.append(f"steps {start + 1} to {len(state.steps)} are taken again: {name} has no log to replay.")
         first = [str(text) for text in state.header.get("notices", [])]  # of what is not measured again
-        self.folder.describe(dump_config(job.config), plan(job.model, job.optimizer))
+        self.folder.describe(dump_config(job.config), parameter_table(job.model, job.optimizer))
         job.optimizer.set_factor_store(_OfThisBase(self.folder.factor_files, job.loaded.files))
         self.meter.add_earlier(state.elapsed, state.passes)
         new = [text for text in job.notices if text not in first]
@@ -315,7 +315,7 @@ class Loop:
         self.meter.report(start, settings.num_steps, STEPS)
         if start == 0:
             self.best.note(before)
-        self._apply(self.best.logged())  # after the checkpoint there
+        self._apply(self.best.logged())  # a return that was logged right after the step of the checkpoint
         for steps in range(start + 1, settings.num_steps + 1):
             self._step(steps - 1)
             self.meter.report(steps, settings.num_steps, STEPS)

@@ -7,7 +7,7 @@ from tezo.runs.step_log import Rollback
 from tezo.runs.words import metric_text
 from tezo.system.progress import STEPS, StatusLine
 from tezo.tasks.evaluation import Metrics
-from tezo.training.job import Job, plan
+from tezo.training.job import Job, parameter_table
 from tezo.training.listeners import Listener, Progress
 from tezo.training.stopping import in_words
 from tezo.training.summary import row_counts
@@ -26,7 +26,7 @@ class Screen(Listener):
 
     def started(self, job: Job) -> None:
         self.job = job
-        rows, parameters = row_counts(job), plan(job.model, job.optimizer)
+        rows, parameters = row_counts(job), parameter_table(job.model, job.optimizer)
         trained = [row for row in parameters if row["trained"]]
         ranks = sorted({row["rank"] for row in trained if row["rank"] is not None})
         span = "" if not ranks else f", rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")

@@ -84,7 +84,7 @@ class TrainConfig:
     true for head-feedback, es, policy-gradient, and, unless rows are too few to hold some out, gauss-newton and probe;
     published methods never return."""
     log_every: int = 10
-    """Steps between lines of metrics.jsonl."""
+    """Steps between lines of metrics.jsonl. Methods with measurements beside the loss write a line at each step."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; 0: none. Default: a tenth of the steps."""
     parallel: Literal["rows", "directions"] = "rows"

@@ -25,7 +25,7 @@ from tezo.tasks.scoring import MISSING_SCORES, REWARD
 from tezo.tasks.splits import too_few_to_judge
 from tezo.tasks.untuned import BIAS, PROBE
 from tezo.training.evaluations import InCommon
-from tezo.training.job import Job, parameter_counts, plan
+from tezo.training.job import Job, parameter_counts, parameter_table
 from tezo.training.resume import as_json, change_texts
 from tezo.training.settings import Config, to_tree
 from tezo.training.stopping import ENDED, IDLE
@@ -310,7 +310,7 @@ def summarize(
         "compression_error": optimizer.compression_error,
         "peak_memory": peak_memory(job.loaded.device),
         "model_bytes": stored_bytes(job.model),
-        "parameters": parameter_counts(plan(job.model, optimizer)),
+        "parameters": parameter_counts(parameter_table(job.model, optimizer)),
         "result": result,
         "prompt_shared_by_options": job.objective.packs,
         "notices": list(job.notices),

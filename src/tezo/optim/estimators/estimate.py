@@ -26,12 +26,12 @@ outputs of each row, with the scores of many members, with those of many answers
 
 @dataclass(frozen=True)
 class Probe:
-    """The measurement along one direction.
+    """The measurement along one direction; by two points, unless an estimator describes it otherwise.
 
     Attributes:
         loss_plus: f(W + rho Z).
         loss_minus: f(W - rho Z).
-        projected_grad: kappa = (loss_plus - loss_minus) / (2 rho), in float64.
+        projected_grad: kappa = (loss_plus - loss_minus) / (2 rho), in float64: the weight of Z in the estimate.
     """
 
     loss_plus: float

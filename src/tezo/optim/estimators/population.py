@@ -62,8 +62,9 @@ class Population(TwoPoint):
     most: on a plateau of the score no member at rho may be better. Rows are of different difficulty, which the mean
     over the members takes out. A loss that is missing (NaN) is left out of all means. kappa has the unit of r, so that
     the rate is the size of a step as a multiple of a member's distance: a step with rate lr has length
-    lr r |Z| / sqrt(P) where losses are noise. With sigma = 0, as where all members score alike, there is no step. A
-    direction has one member for each of `signs`, and the mean of their kappas with these signs.
+    lr r |Z| / sqrt(P) where losses are noise. With sigma = 0, as where all members score alike, nothing but weight
+    decay changes parameters. A direction has one member for each of `signs`, and the mean of their kappas with these
+    signs.
 
     Args:
         rho: perturbation scale.
