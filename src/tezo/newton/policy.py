@@ -5,11 +5,11 @@ gives them scores s_ij. With advantages over the other answers to the prompt, in
 
     A_ij = (s_ij - mean_j s_ij) / sigma,   sigma^2 = mean_ij (s_ij - mean_j s_ij)^2,
 
-or 0 where a score is missing, in the mean too, the gradient of the expected score is that of sum_ij A_ij log
-p(answer_ij) (REINFORCE, Williams 1992; the mean over the answers to a prompt as a baseline is of GRPO). The loss is
-minus the mean over all tokens of a batch. One forward pass over the answers shows what the last blocks are rebuilt from
-(`last_blocks`), and a step of Adam is taken with this loss (`sweep`). So each token of an answer is credited, where a
-population has one score for all that a member writes.
+the gradient of the expected score is that of sum_ij A_ij log p(answer_ij) (REINFORCE, Williams 1992; the mean over
+the answers to a prompt as a baseline is of GRPO). An answer without a score has A = 0, and 0 in the mean of sigma^2.
+The loss is minus the mean over all tokens of a batch. One forward pass over the answers shows what the last blocks are
+rebuilt from (`last_blocks`), and a step of Adam is taken with this loss (`sweep`). So each token of an answer is
+credited, where a population has one score for all that a member writes.
 
 A refresh does so for all prompts of a step, batch after batch: answers of a batch are of the model with what those
 before have taught it. The step then is along one direction, all that was learnt.

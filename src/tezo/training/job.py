@@ -105,8 +105,7 @@ def check_readable(optimizer: BaseOptimizer, loaded: LoadedModel, *, labelled: b
     if why_not is not None:
         raise RequestError(
             f"method.basis is computed from inputs of layers, for which torch needs the weights, and {why_not}; leave "
-            "method.name out, "
-            "set method.basis=gaussian, or give a model with weights that torch reads."
+            "method.name out, set method.basis=gaussian, or give a model with weights that torch reads."
         )
 
 
