@@ -56,8 +56,8 @@ def settings() -> str:
     shared = [key for key in METHODS["mezo"].defaults() if key != "lr"]
     common = ", ".join(f"`{key}` {shown(METHODS['mezo'].defaults()[key])}" for key in shared)
     parts += [
-        f"All methods, unless the table says otherwise: {common}; `lr` may be `{AUTO}`, measured before the first "
-        "step.",
+        f"All methods, unless the table says otherwise: {common}. `lr` may be `{AUTO}`, measured before the first "
+        "step, where a method has `directions`.",
         "",
         "| method | options and defaults |",
         "|---|---|",

@@ -11,6 +11,7 @@ from folders import bpe_tokenizer, label_rows, model_folder, refused, tezo, trai
 from gguf_files import tiny_llama, write_gguf
 from test_llama_files import log_probs, random_change
 
+import tezo as library
 from tezo.engines.llama_cpp import values as unpacking
 from tezo.engines.llama_cpp.file import GgufHeader
 from tezo.engines.llama_cpp.library import load_library
@@ -219,6 +220,8 @@ def test_a_run_in_torch_on_a_file_is_exported_too(tmp_path):
     with_adapter, packed_in = json.loads(done.out)["losses"]
     after = json.loads((run / "summary.json").read_text())["after"]["loss"]
     assert abs(packed_in - with_adapter) < 1e-4 and abs(with_adapter - after) < 1e-3
+    library.open_run(run).export(tmp_path / "again", "gguf")
+    assert (tmp_path / "again/model.gguf").read_bytes() == (tmp_path / "out/model.gguf").read_bytes()
 
 
 def test_exports_that_are_not_to_be_had_are_one_sentence(tmp_path):

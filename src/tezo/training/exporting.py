@@ -61,7 +61,7 @@ def export_run(
     Args:
         run: folder of the run.
         output: folder to write, new.
-        form: "lora", "merged" or "gguf-lora".
+        form: "lora", "merged", "gguf-lora" or "gguf".
         model: folder or hub name of the base model, of the same weights; None: as the run names it.
         trust_remote_code: whether code that comes with the model may run; what the run says of it does not count.
 
@@ -71,6 +71,9 @@ def export_run(
     Raises:
         RequestError: the run has no result of this form, or the base model is another one.
     """
+    if form == WHOLE:
+        export_whole(run, output, model=model)
+        return None
     settings = [
         ("model.placement", "device"),
         ("model.engine", "torch"),  # weights in the file of an engine take no change

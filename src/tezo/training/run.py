@@ -207,7 +207,7 @@ class Run:
             folder: to write, new.
             form: "lora": the adapter, which PEFT and vLLM load; "gguf-lora": the adapter for llama.cpp, adapter.gguf;
                 "merged": the whole model with everything merged in, which takes the memory of a second one while it
-                is written.
+                is written; "gguf": a whole GGUF file, of a base in GGUF.
 
         Returns:
             The folder.
