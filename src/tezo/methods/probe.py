@@ -25,7 +25,7 @@ def probe(
     frozen_rank: int | None = 64,
     **basic: Unpack[Basic],
 ) -> ZerothOrderOptimizer:
-    """A linear probe of labels as a change of the last layers, in closed form after one pass over the rows. Ours.
+    """Linear probe: a change of the last layers in closed form, by which labels are predicted from their inputs. Ours.
 
         F = a f + q b,   f a ridge regression from the inputs of these layers to the errors of the scores,
         W_l <- W_l + lr t U V_l^T,   where F = sum_l V_l^T x_l, and U raises each score by 1.

@@ -51,8 +51,8 @@ class TrainConfig:
     feedback_last: int | None = None
     """Feedback steps at the end. Default: 60 in the same case, at most 20 %. Below 100 steps both default to 0."""
     batch_size: int | None = None
-    """Rows per step, each at most once. Default: 16, the paper's for LLMs (64 for RoBERTa); 128 for gauss-newton, of
-    free text 32."""
+    """Rows per step, each at most once. Default: 16, the paper's for LLMs; 128 for gauss-newton (32 for free text) and
+    probe, 64 for policy-gradient."""
     objective: str = LOSS
     """What is minimised: the loss, or the negative of the reward or a metric such as accuracy, f1 or exact_match."""
     reward: str | None = None
@@ -60,19 +60,23 @@ class TrainConfig:
     max_new_tokens: int = 64
     """Longest completion that a reward scores, in tokens; each takes a forward pass."""
     temperature: float = 0.0
-    """Temperature that a reward's completions are sampled at, with random numbers that both signs share; 0: greedy."""
+    """Temperature that a reward's completions are sampled at, with the same random numbers at both points of a step;
+    0: greedy."""
     reward_workers: int = 0
-    """Processes in which the scorer of a file is called; 0: it is called in the process of the run, by serve in 16."""
+    """Processes in which the scorer of a file is called; 0: it is called in the process of the run, and with
+    train.serve in 16."""
     reward_seconds: float | None = None
-    """Limit of the time for a score in such a process; what takes longer is missing. Default: 60, by serve 600."""
+    """Limit of the time for a score in such a process; what takes longer is missing. Default: 60, or 600 with
+    train.serve."""
     serve: bool = False
     """Whether the scorer asks the model itself, by its name on an OpenAI-compatible server; see docs/rewards.md."""
     serve_port: int = 0
-    """Port of 127.0.0.1 where tezo answers; 0: any that is free. With a vLLM server policy-gradient alone has one."""
+    """Port of 127.0.0.1 where tezo answers; 0: any that is free. With a vLLM server, only policy-gradient opens it."""
     seed: int = 0
     """Seed of directions, data order and sampling."""
     schedule: Literal["constant", "linear", "cosine"] | None = None
-    """Learning-rate schedule; linear and cosine decay to zero. Default: constant, as papers have; linear for es."""
+    """Learning-rate schedule; linear and cosine decay to zero. Default: constant, as papers have; linear for es
+    and policy-gradient."""
     eval_every: int | None = None
     """Steps between evaluations on the dev rows; 0: none. Default: a tenth of the steps."""
     eval_batch_size: int = 64
@@ -82,7 +86,7 @@ class TrainConfig:
     guard: bool | None = None
     """Return to the best state when the loss has risen or stagnates, or feedback steps at the start raised it. Default:
     true for head-feedback, es, policy-gradient, and, unless rows are too few to hold some out, gauss-newton and probe;
-    published methods never return."""
+    else false."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl. Methods with measurements beside the loss write a line at each step."""
     checkpoint_every: int | None = None
