@@ -135,7 +135,9 @@ def test_looks_at_weights_that_are_not_read_are_refused_before_anything_is_writt
     asked["train"] = {"steps": 1}
     for named in ({"name": "gauss-newton"}, {"name": "head-feedback"}, {"name": "auto", "basis": "activation"}):
         asked["method"] = named
-        with pytest.raises(RequestError, match=f"computed from inputs of layers.*{LAYER} is in I8.*method.basis=gaussian"):
+        with pytest.raises(
+            RequestError, match=f"computed from inputs of layers.*{LAYER} is in I8.*method.basis=gaussian"
+        ):
             run_config(parse_config(asked), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     asked["method"] = {"name": "tezo", "rank": 4, "lr": 0.01, "rho": 0.03}
