@@ -13,7 +13,7 @@ from tezo.forward.watching import PassPlaces
 from tezo.newton import class_vectors
 from tezo.newton.class_vectors import computed_vectors
 from tezo.newton.look import may_change
-from tezo.newton.recording import AddedVectors, gradient_of, raising
+from tezo.newton.recording import AddedVectors, raising
 from tezo.training.job import prepare
 from tezo.training.settings import parse_config
 
@@ -81,7 +81,7 @@ def test_a_vector_raises_its_class_by_one_to_first_order():
     gradient_MC -= gradient_MC.mean(1, keepdim=True)
     raised = (gradient_MC * raising(gradient_MC)).sum(0)  # less the mean over three classes, of which it raises one
     assert torch.allclose(raised, torch.full((3,), 2 / 3, dtype=torch.float64))
-    assert torch.allclose(gradient_of(raising(gradient_MC)), gradient_MC)
+    assert torch.allclose(raising(raising(gradient_MC)), gradient_MC)
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from tezo.directions.targets import Target
 from tezo.newton.labels import contrasts, regress
 from tezo.newton.linear_model import PARTS, LinearModel
 from tezo.newton.look import ColumnPredictions, Look
-from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, Inputs, finite, gradient_of
+from tezo.newton.recording import AddedVectors, ClassVectors, InputRecorder, Inputs, finite, raising
 from tezo.newton.step import GaussNewton, Taken
 from tezo.optim.closures import NO_OUTPUTS, Closure, RowOutputs
 from tezo.optim.estimators.estimate import Estimate, Probe, StepDraw, average
@@ -143,8 +143,8 @@ def probe_of(
     rank = min(ranks[name] for name in layers)
     turns_CR = torch.linalg.svd(change_PC, full_matrices=False)[2][:rank].T
     most, kept = max(ranks.values()), turns_CR.shape[1]
-    # dual vectors raise the score of a class and no other with it
-    gradient_MC = gradient_of(vectors.vectors[last][0])
+    # `raising` is its own inverse; dual vectors raise the score of a class and no other with it
+    gradient_MC = raising(vectors.vectors[last][0])
     dual_MC = gradient_MC @ torch.linalg.pinv(gradient_MC.T @ gradient_MC, rtol=1e-6, hermitian=True)
     v = {t.name: torch.zeros(input_size(t), ranks[t.name], dtype=torch.float64) for t in targets}
     u = {}

@@ -91,7 +91,8 @@ class Inputs:
         common it is the largest, and w nearly along their mean.
         """
         x_PI = self.kinds()[0]
-        fits = [_inverse(x_PI, ridge) for ridge in CONSTANT_RIDGES]
+        gram_PP = x_PI @ x_PI.T
+        fits = [_inverse(gram_PP, ridge) for ridge in CONSTANT_RIDGES]
         best_PP = min(fits, key=lambda inverse_PP: float((inverse_PP.sum(1) / inverse_PP.diagonal()).square().sum()))
         w_I = (x_PI.T @ best_PP).sum(1)
         return w_I / (x_PI @ w_I).mean()
@@ -135,18 +136,14 @@ class ClassVectors:
 def raising(gradient_MC: Tensor, slope: float = 1.0) -> Tensor:
     """Returns S = (1 - 1 / C) g / (e |g|^2), (M, C), one vector for each class, which raises its score by 1.
 
+    With e = 1 it is its own inverse: of S it returns g.
+
     Args:
         gradient_MC: g, by the outputs of a layer, of each score less the mean of all.
         slope: e, of real changes of scores over those that g predicts.
     """
     rise = (1 - 1 / gradient_MC.shape[1]) / slope
     return rise * gradient_MC / gradient_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
-
-
-def gradient_of(raising_MC: Tensor) -> Tensor:
-    """Returns g (M, C), whose vectors these are: the inverse of `raising`, with e = 1."""
-    rise = 1 - 1 / raising_MC.shape[1]
-    return rise * raising_MC / raising_MC.square().sum(0, keepdim=True).clamp_min(1e-30)
 
 
 class AddedVectors:
@@ -216,7 +213,7 @@ class AddedVectors:
             added.append(normal(shape, seed=0, step=self._step, name=target.name, role=role).double() * NUDGE * size)
             raised.append(self._raised({target.name: target}, {target.name: added[-1]}, tokens))
         added_TM, raised_TC = torch.cat(added), torch.cat(raised)
-        inverse_TT = _inverse(added_TM, NUDGE_RIDGE)
+        inverse_TT = _inverse(added_TM @ added_TM.T, NUDGE_RIDGE)
         alpha_TC = inverse_TT @ raised_TC
         unseen_TC = raised_TC - alpha_TC / inverse_TT.diagonal().unsqueeze(1)
         gradient_MC, size_of_unseen = added_TM.T @ alpha_TC, float(torch.linalg.vector_norm(unseen_TC))
@@ -279,11 +276,11 @@ class _Adding(Watcher):
         return vector_R1M * (is_place_RL == (self._tokens is Tokens.PLACE)).unsqueeze(2)
 
 
-def _inverse(x_PI: Tensor, ridge: float) -> Tensor:
-    """Returns (X X^T + mu I)^-1, with mu this part of the mean of the diagonal of X X^T."""
-    gram_PP = x_PI @ x_PI.T
-    gram_PP.diagonal().add_(ridge * float(gram_PP.diagonal().mean()) + 1e-12)
-    return torch.cholesky_inverse(torch.linalg.cholesky(gram_PP))
+def _inverse(gram_PP: Tensor, ridge: float) -> Tensor:
+    """Returns (X X^T + mu I)^-1 of X X^T, with mu this part of the mean of its diagonal."""
+    added_PP = gram_PP.clone()
+    added_PP.diagonal().add_(ridge * float(gram_PP.diagonal().mean()) + 1e-12)
+    return torch.cholesky_inverse(torch.linalg.cholesky(added_PP))
 
 
 class InputRecorder(Watcher):

@@ -61,7 +61,7 @@ def export_run(
     Args:
         run: folder of the run.
         output: folder to write, new.
-        form: "lora", "merged", "gguf-lora" or "gguf".
+        form: "lora", "merged" or "gguf-lora".
         model: folder or hub name of the base model, of the same weights; None: as the run names it.
         trust_remote_code: whether code that comes with the model may run; what the run says of it does not count.
 
@@ -71,9 +71,6 @@ def export_run(
     Raises:
         RequestError: the run has no result of this form, or the base model is another one.
     """
-    if form == WHOLE:
-        export_whole(run, output, model=model)
-        return None
     settings = [
         ("model.placement", "device"),
         ("model.engine", "torch"),  # weights in the file of an engine take no change
@@ -99,9 +96,6 @@ def export_run(
 
 def export_tuned(run: Path, output: Path, form: str, tuned: LoadedModel) -> None:
     """Writes the same as `export_run` from the run's model in memory, which is left as it is."""
-    if form == WHOLE:  # of the files of the run, where the weights are packed
-        export_whole(run, output)
-        return
     config = _checked_config(run, output, form, [])
     if form == MERGED:
         check_mergeable(tuned.model)

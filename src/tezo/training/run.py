@@ -25,7 +25,7 @@ from tezo.tasks.scorers import as_scorer
 from tezo.tasks.scoring import Score
 from tezo.tasks.setup import make_format
 from tezo.tasks.splits import Rows, Splits, reported_rows, rows_of
-from tezo.training.exporting import LORA, MERGED, check_mergeable, export_run, export_tuned
+from tezo.training.exporting import LORA, MERGED, WHOLE, check_mergeable, export_run, export_tuned, export_whole
 from tezo.training.job import with_reward
 from tezo.training.opening import (
     TunedModel,
@@ -217,7 +217,9 @@ class Run:
         """
         output = path_of("folder", folder)
         with quieted(not self.progress), showing(self.progress):
-            if self._base is None and (self._tuned is None or form == MERGED):
+            if form == WHOLE:  # of the files of the run, where the weights are packed
+                export_whole(self.folder, output, model=self._name)
+            elif self._base is None and (self._tuned is None or form == MERGED):
                 self._check_open()
                 trust = self.config.model.trust_remote_code
                 export_run(self.folder, output, form, model=self._name, trust_remote_code=trust)
